@@ -3,8 +3,8 @@
     python -m benchmarks accelerator 1 --results RESULTS
 
 This runs from the source tree, installs nothing, and makes its own checkpoints with random weights. If a step fails or
-runs out of time, the following steps still run, and the rounds that it completed are kept. The exit status is 0 if all
-steps passed. The steps of a part share a cache of compiled programs.
+runs out of time, its completed rounds are kept, and the following steps still run. The exit status is 0 if all steps
+passed. The steps of a part share a cache of compiled programs.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Stop a step and the programs that it started. First interrupt it, so that pytest can still print its failures."""
+    """Stop a step and the programs that it started. An interrupt comes first, so that pytest can print its failures."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

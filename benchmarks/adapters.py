@@ -2,7 +2,7 @@
 
     python -m benchmarks adapters --model random-0.5b --adapters 8 --rank 16
 
-Each row has a different adapter for all linear layers, if there are enough. `python -m benchmarks compile --target h100
+If there are enough adapters, each row has its own for all linear layers. `python -m benchmarks compile --target h100
 --adapters 8 --rank 16` reports what such a step does on an H100.
 """
 

@@ -1,10 +1,10 @@
-"""Compile `generate()` for a machine that is not available, with its compiler, and report what a step does.
+"""Compile `generate()` for a machine that is not available, with that machine's compiler, and report on a step.
 
     python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
     python -m benchmarks compile --target v5e:2x2 --config DIR
 
 This needs only the compiler: pip install "jax[tpu]", or for h100, the packages named in this folder's README. The rate
-is modeled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
+is modeled: all bytes move at the chip's published bandwidth, and each operation adds a fixed time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks environments DIR
 
 llama.cpp is compiled for this machine's instructions; CMAKE_ARGS is passed on if set. The build settings are stored
-next to it, and included in its results.
+in llama.cpp's environment, and included in its results.
 """
 
 from __future__ import annotations

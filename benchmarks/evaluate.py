@@ -4,8 +4,8 @@
     python -m benchmarks evaluate --environments DIR --model random-0.5b --questions 20 --answers 8 --texts 4
 
 The tasks are made from stories like the bundled model's: few-shot questions with four choices, answers
-that end at a stop string, and the perplexity of long texts. First, each of hf's batch sizes runs once, and the fastest
-for each task is kept. It is an error if the results of the two models differ.
+that end at a stop string, and the perplexity of long texts. First, hf runs each task once with each batch size, and the
+fastest size is kept. The run fails if the results of the two models differ.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Operation:
         return self.kind in _COLLECTIVES
 
 
-# A function that returns the operations to count, given those of each branch of a conditional.
+# A function that returns the operations to count, given the operations of each branch of a conditional.
 Branches = Callable[[list[list[Operation]]], list[Operation]]
 
 
@@ -58,17 +58,17 @@ def shortest_branch(branches: list[list[Operation]]) -> list[Operation]:
 
 
 def count(operations: list[Operation]) -> int:
-    """Return the number of operations that run; those in inner loops count once per iteration."""
+    """Return the number of operations that run. Operations in inner loops count once per iteration."""
     return sum(operation.times for operation in operations)
 
 
 def decode_step(program: str, branches: Branches = all_branches) -> list[Operation]:
-    """Return the operations in one step of a compiled `generate`'s decode loop, including its condition.
+    """Return the operations in one step of a compiled `generate`'s decode loop, including the loop's condition.
 
     With slots, this loop is inside another loop; the inner loop comes first in XLA's text.
 
     Raises:
-        ValueError: the program has no such loop.
+        ValueError: the program has no decode loop.
     """
     computations = parse(program)
     for lines in computations.values():
@@ -80,7 +80,7 @@ def decode_step(program: str, branches: Branches = all_branches) -> list[Operati
 
 
 def outside_of_decode(program: str, passes: int = 1) -> list[Operation]:
-    """Return the operations before and after the decode loop; loops of unknown length count `passes` times."""
+    """Return the operations before and after the decode loop; those in loops of unknown length count `passes` times."""
     entry = next(filter(None, (_ENTRY.match(line) for line in program.splitlines())))
     return list(_operations(parse(program), entry[1], 1, passes))
 

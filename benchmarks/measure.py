@@ -52,7 +52,7 @@ class Case:
 
 
 class InTurn:
-    """Several programs that measure the same cases in turn.
+    """Several programs that take turns at the same cases.
 
     Only one process can use a TPU, so on a TPU, the programs start, warm up and end in each round.
     """
@@ -61,7 +61,7 @@ class InTurn:
         self.programs, self.model, self.vocabulary = programs, model, vocabulary
         self.warm: dict[Program, dict[str, Answer]] = {program: {} for program in programs}
         self.turns: dict[tuple[str, str], list[Answer]] = {}
-        self.missing: dict[tuple[str, str], dict[str, str]] = {}  # why a program has no turns: refused or failed
+        self.missing: dict[tuple[str, str], dict[str, str]] = {}  # why a program has no turns: not supported, or failed
         self.probes: list[dict[str, float]] = []
         programs[0].start(model)
         self.exclusive = programs[0].facts["platform"] == "tpu" and len(programs) > 1
@@ -69,7 +69,7 @@ class InTurn:
     def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[list[Answer]]:
         """Measure each case with each program, `rounds` times; after each turn, yield the results so far.
 
-        If a program fails in a case, it is not measured again in that case. Each round begins with a different program,
+        A program that fails in a case is not measured again in that case. Each round begins with a different program,
         because the first one after the probe is often disturbed.
         """
         for turn in range(rounds):
@@ -116,7 +116,7 @@ class InTurn:
         return program.ask("run", ids=ids.tolist(), new_tokens=new_tokens, room=case.room, options=case.options)
 
     def _warm_up(self, program: Program, case: Case) -> str | None:
-        """Compile all lengths, longest first, and check the results; if the program refuses the case, return why."""
+        """Compile for all lengths, longest first, and check results. If the program rejects the case, return why."""
         if case.label in self.warm[program]:
             return None
         answers = {}

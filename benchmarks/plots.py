@@ -46,7 +46,7 @@ def draw(file: Path) -> list[Path]:
 
 
 def _speed(own: dict[str, Any], case: dict[str, Any]) -> dict[str, float] | None:
-    """Return a program's tokens/s in a case, for the prefill if nothing is decoded."""
+    """Return a program's tokens/s in a case: of decoding or, if nothing is decoded, of the prefill."""
     return own.get("figures", {}).get(f"{_stage(case)}_tokens_per_second")
 
 

@@ -1,9 +1,9 @@
-"""Measure each logits processor and warper, and choosing a token, each compiled separately.
+"""Measure each logits processor, each warper and the choice of a token, all compiled separately.
 
     python -m benchmarks processors --rows 1 8
 
 Each option is set to its record's example value. The result is a table of median microseconds over turns. In a turn,
-each function runs a few times in a row, so a temporary slowdown of the machine affects all of them. Several functions
+each function runs a few times in a row, so a temporary slowdown of the machine affects all functions. Several functions
 in one program can be cheaper than their sum, because the compiler fuses passes over the scores.
 """
 

@@ -1,4 +1,4 @@
-"""Programs under test: each is a process in its own interpreter that sleeps between requests."""
+"""Programs under test. Each is a process with its own interpreter, and sleeps between requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a sharded run without its machine: compile it with the TPU's own compiler, and report what it needs.
+"""Plan a sharded run without the TPU: compile the run with the TPU's own compiler, and report what it needs.
 
     python -m benchmarks scale --config DIR --target v5e:8x8 --mesh 4x16 --rows 64 --context 4096
 
@@ -102,7 +102,7 @@ def _weights(model: ModelConfig, parts: int) -> float:
 
 
 def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
-    """Return the smallest slice of the same chips, and its mesh, that can hold the weights and the cache."""
+    """Return the smallest slice of the same chips that can hold the weights and the cache, and a mesh for it."""
     for topology in CHIPS[name].slices:
         count = math.prod(map(int, topology.split("x")))
         for parts in (size for size in range(1, count + 1) if count % size == 0):
@@ -178,7 +178,7 @@ def _elements(collective: hlo.Operation) -> int:
 
 
 def _moved(collective: hlo.Operation, parts: int) -> float:
-    """Return the bytes that a chip sends for a ring collective; all but tiny ones are over the axis `model`."""
+    """Return the bytes that a chip sends for a ring collective; all but tiny collectives are over the axis `model`."""
     factor = 2 if collective.kind == "all-reduce" else 1
     return factor * collective.nbytes * (parts - 1) / parts
 

@@ -8,7 +8,7 @@ client sends its next request when the last one has been answered. All servers g
 random words from the tokenizer, and no server gets a prompt twice. Answers are greedy and do not end early. This
 process is the load generator.
 
-`--alone` compares jaxgen's server, unstreamed and streamed, with `generate_many` in a separate process.
+`--alone` compares jaxgen's server, with and without streaming, with `generate_many` in a separate process.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def compared(args: argparse.Namespace) -> Loads:
 
 
 def alone(args: argparse.Namespace) -> Loads:
-    """Measure `generate_many` and jaxgen's server, unstreamed and streamed, in turn, with the same prompts."""
+    """Measure `generate_many` and the server (with and without streaming) in turn, on the same prompts."""
     tokenizer = Tokenizer.from_pretrained(args.model)
     [server], [clients] = args.servers, args.clients
     names = ("generate_many", LIKE_SERVER, server.text, f"{server.text}, streamed")
@@ -176,7 +176,7 @@ def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) 
     body = {"max_tokens": args.tokens, "temperature": 0, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    if server.kind == "transformers":  # refuses unknown fields, and has no field that ignores eos
+    if server.kind == "transformers":  # rejects unknown fields, and has no field that ignores eos
         options = {"max_new_tokens": args.tokens, "do_sample": False, "repetition_penalty": 1.0}
         options |= {"eos_token_id": -1, "pad_token_id": 0}
         return body | {"model": str(args.model.resolve()), "generation_config": json.dumps(options)}
@@ -286,7 +286,7 @@ def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
-    """Return the command of a server that reserves memory for the slots, unless `server.words` says otherwise."""
+    """Return the command of a server. It reserves memory for the slots by default; `server.words` can override this."""
     where = ["--host", "127.0.0.1", "--port", port]
     if server.kind == "jaxgen":
         sizes = ["--slots", args.slots, "--prompt-width", _room(args), "--max-new-tokens", args.tokens]
@@ -294,7 +294,7 @@ def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
     programs = args.environments.resolve() / server.kind / "bin"
     blocks = args.slots * -(-(_room(args) + args.tokens) // _BLOCK)
     if server.kind == "transformers":
-        # By default, its cache takes 60 % of memory.
+        # Without a number of blocks, the cache takes 60 % of memory.
         batching = ["--continuous-batching", "--cb-num-blocks", blocks]
         return [programs / "transformers", "serve", args.model.resolve(), *where, *batching, *server.words]
     sizes = ["--parallel", args.slots, "--ctx-size", blocks * _BLOCK, "--threads", _cores()]
@@ -302,7 +302,7 @@ def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
 
 
 def _room(args: argparse.Namespace) -> int:
-    """Return the maximum number of tokens in a prompt: when words are joined, some may become more than one token."""
+    """Return the maximum number of tokens in a prompt. When words are joined, some become more than one token."""
     return args.width + max(16, args.width // 4)
 
 
@@ -426,7 +426,7 @@ def _versions(args: argparse.Namespace) -> list[str]:
 
 
 def server(text: str) -> Server:
-    """Parse a server such as `llama_cpp`, `jaxgen --slots 16`, or the address of one running on this machine."""
+    """Parse a server such as `llama_cpp`, `jaxgen --slots 16`, or the address of a server on this machine."""
     kind, *words = shlex.split(text) or [""]
     if kind in KINDS:
         return Server(text, kind, words)

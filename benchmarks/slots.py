@@ -4,8 +4,8 @@
 
 Four programs generate in turn: all prompts in slots; the same prompts from an iterable, with `generate_many`; batches
 with as many rows as slots; and batches in which every answer has the mean length, so that no row waits. Lengths are
-drawn uniformly between the two values of `--answers`; with `--mean`, an answer instead ends by chance after that many
-tokens on average, and after at most the larger of `--answers`.
+drawn uniformly between the two values of `--answers`; with `--mean`, an answer instead ends by chance, after that many
+tokens on average and after the larger of `--answers` at the latest.
 """
 
 from __future__ import annotations

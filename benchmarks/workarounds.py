@@ -61,7 +61,7 @@ class Workaround:
         name: a short description.
         without: replacements that turn the workaround off.
         rows, dtype, quantize, options: a case that needs it.
-        also: changes made to both programs, if another workaround would hide this one.
+        also: changes made to both programs, if another workaround would hide the effect of this one.
     """
 
     name: str

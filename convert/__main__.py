@@ -173,7 +173,7 @@ def _config(checkpoint: Checkpoint, wanted: np.dtype | None) -> dict:
 
 
 def _progress(verb: str, number: int, total: int) -> None:
-    """Report progress on stderr: in place on a terminal, otherwise after every 10% of the tensors."""
+    """Report progress on stderr: update one line on a terminal, otherwise print a line for every 10% of the tensors."""
     text = f"{verb} tensor {number} of {total}"
     if sys.stderr.isatty():
         print(f"\r{text}", end="\n" if number == total else "", file=sys.stderr, flush=True)

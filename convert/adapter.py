@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = set(
     "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
     "ensure_weight_tying".split()
 )
-# Values of init_lora_weights that only set the adapter's initial values. All others also change the base weights.
+# Values of init_lora_weights that set only the adapter's initial values. All others also change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -48,12 +48,12 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
 
     A matrix is updated by scale * B A. The scale is its module's alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
-    The update is applied in the dtype of the weights but not merged into them. To merge it, use
+    The update is applied in the dtype of the weights but not merged into them. To merge an adapter, use
     `python -m convert --merge-adapter`.
 
-    A single adapter is always applied. If `path` is a list, `cfg.adapter` selects an adapter for each prompt or for all
-    prompts, by its index in the list; -1 (the default) selects none. Ranks are padded to the largest rank. Lists with
-    the same length, rank and modules use the same program.
+    A single adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the adapter to apply: one
+    index for all prompts, or one for each prompt. -1 (the default) applies none. Ranks are padded to the largest rank.
+    Lists with the same length, rank and modules use the same program.
 
     Args:
         path: an adapter's directory, or a list of directories.
@@ -96,7 +96,7 @@ def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[s
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
-    """Return a checkpoint that merges an adapter into its matrices, in float32, as they are read.
+    """Return a checkpoint whose matrices are merged with an adapter, in float32, when they are read.
 
     Raises:
         CheckpointError: as in `load_adapter`.
@@ -131,7 +131,7 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
         overwrite: replace an existing directory.
 
     Raises:
-        InputError: no adapter is attached, or more than one.
+        InputError: `params` has no adapter, or more than one adapter.
         CheckpointError: `path` exists and cannot be replaced.
     """
     model_of(cfg)
@@ -284,7 +284,7 @@ def _is_pattern(key: str) -> bool:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return an update's scale; keys of alpha_pattern are regular expressions for the end of a module's name."""
+    """Return an update's scale; alpha_pattern's keys are regular expressions that match the end of a module's name."""
     patterns = config.get("alpha_pattern") or {}
     matching = (own for key, own in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
     alpha = next(matching, config.get("lora_alpha", 8))

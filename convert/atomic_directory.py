@@ -54,7 +54,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def replaced(target: Path) -> Path:
-    """Return the path to which the previous directory is moved while a new one replaces it."""
+    """Return the path to which the previous directory is moved while a new directory replaces it."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -63,7 +63,7 @@ def _partial(target: Path) -> Path:
 
 
 def _clean(target: Path) -> None:
-    """Clean up after killed writers of `target`: restore the previous directory and remove partial ones."""
+    """Clean up after killed writers of `target`: restore the previous directory and remove partial directories."""
     old = replaced(target)
     if old.is_dir():
         if target.exists():

@@ -6,14 +6,14 @@ from jaxgen.errors import LONGEST, JaxgenError, one_line
 
 SHOWN_PROBLEMS = 20
 LONGEST_PROBLEM = 500  # characters
-_AROUND = 100  # characters reserved for the text around the listed problems
+_AROUND = 100  # number of characters reserved for the text around the listed problems
 _BULLET = "\n  - "
 
 
 class CheckpointError(JaxgenError):
     """Error for a checkpoint that cannot be read or written; `problems` lists the reasons, one line each.
 
-    If there is only one problem, it is the message. Otherwise, the message is a heading and the `first` problems.
+    A single problem is itself the message. Otherwise, the message consists of a heading and the `first` problems.
     """
 
     def __init__(self, problems: list[str]):

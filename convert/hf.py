@@ -50,7 +50,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
 _ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
-_SPARE = 1 << 24  # parameters by which a config may exceed twice the number in the files
+_SPARE = 1 << 24  # a config may describe twice as many parameters as the files contain, plus this number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +78,29 @@ class Checkpoint:
         return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return the model's dtype: `wanted`, else the embedding's, or the config's if the embedding is quantized."""
+        """Return `wanted` or, if it is None, the embedding's dtype (the config's if the embedding is quantized)."""
         embedding = self.weights[_EMBEDDING]
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype once read: `wanted`, or the file's if `wanted` is None or the tensor is quantized."""
+        """Return a tensor's dtype in memory: `wanted`, or the file's if `wanted` is None or the tensor is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return each tensor's size in bytes, given the dtype that `dtype_of` returns."""
+        """Return each tensor's size in bytes, in the dtype that `dtype_of` returns for it."""
         return {
             name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
             for name, tensor in self.tensors.items()
         }
 
     def read(self, name: str, wanted: np.dtype | None) -> np.ndarray:
-        """Return a tensor's values, in the dtype that `dtype_of` returns."""
+        """Return a tensor's values, in the dtype that `dtype_of` returns for it."""
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint that converts its matrices to a kind of weight when read; with None, nothing changes.
+        """Return a checkpoint whose matrices are converted to a kind of weight when read; with None, nothing changes.
 
         Raises:
             ConfigError: `load_hf` does not support this value of `quantize`.
@@ -119,7 +119,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     Parameters are nested dicts, keyed by the parts of the checkpoint's names, such as
     `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices are `[out, in]`. A tied model has no
     `lm_head`. Tensors are read and cast one at a time, largest first. Peak memory on the CPU is the size of the
-    parameters, or three times the largest tensor if that is more. Without a generation_config.json, the generation
+    parameters or, if greater, three times that of the largest tensor. Without a generation_config.json, the generation
     fields of config.json apply (except `use_cache`), as in HF's `GenerationConfig.from_model_config`.
 
     If an `eos_token_id` is outside the vocabulary, a warning says that it can never end generation.
@@ -188,7 +188,7 @@ def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], Gen
 
 
 def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, GenerationConfig]:
-    """Open a checkpoint to be read in the given dtype and kind of weight; return it and its config."""
+    """Open a checkpoint, to be read in the given dtype and kind of weight; return the checkpoint and its config."""
     checkpoint = open_checkpoint(path, kind_of(quantize))
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
@@ -203,7 +203,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers can load.
 
     `cfg.model` describes the model; its `dtype` matters only for quantized parameters, because all others keep their
-    own. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
+    own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
     tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
     one shard (at most 5 GB, or one larger tensor) at a time. Quantized parameters are written to a file such as
     model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
@@ -314,7 +314,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs, and weights by dotted name as `check_params` returns them, to an empty directory."""
+    """Write both configs, and weights in the form that `check_params` returns, to an empty directory."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
     write_checkpoint(directory, config, generation, sizes, lambda name: to_host(arrays[name]), None, stem)
@@ -387,8 +387,8 @@ def _mismatch(
     """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
     Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of tensors that exist
-    although their file may be damaged; these are not reported as missing. None means that the names are unknown, so
-    nothing is reported as missing.
+    although their file may be damaged; such tensors are not reported as missing. If `listed` is None, the names are
+    unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
     problems = []

@@ -60,7 +60,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
     directory = _fetch(name, revision, SMALL_FILES)
     _check_config(model, directory)
-    directory = _fetch(name, directory.name, WEIGHTS)  # at the same commit, which is the directory's name
+    directory = _fetch(name, directory.name, WEIGHTS)  # at the same commit: the directory is named after it
     if not any(directory.glob(WEIGHTS[0])):
         raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_IF_INTERRUPTED}")
     return directory

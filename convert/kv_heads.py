@@ -25,11 +25,11 @@ _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bi
 
 
 def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[Any, GenerationConfig]:
-    """Return the parameters and config with only `kv_heads` key-value heads, each of which is the mean of a group.
+    """Return the parameters and config with only `kv_heads` key-value heads, each the mean of a group of heads.
 
     `params` are nested as `load_hf` returns them; arrays other than key and value projections are returned unchanged.
     Means are computed in float32 and returned in the dtype of the heads. Unless the heads in each group are equal, the
-    model's outputs change, and it needs more training.
+    model's outputs change, and the model needs more training.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
@@ -50,7 +50,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
 
 
 def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
-    """Return a checkpoint that pools its key and value projections as they are read.
+    """Return a checkpoint whose key and value projections are pooled when they are read.
 
     Raises:
         ConfigError: as in `pool_kv_heads`.

@@ -20,7 +20,7 @@ _LONGEST_PATH = 4096  # bytes
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, each of which gets one part; a part that several share is read once."""
+    """Read a tensor onto several devices, one part per device; read a part only once even if devices share it."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -87,7 +87,7 @@ def _together(directory: Path) -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as failure:  # raised below, once the other processes know
+    except Exception as failure:  # raised below, after the other processes have been told
         error = failure
     failed = np.ravel(multihost_utils.process_allgather(np.ravel([error is not None])))
     if error is not None:

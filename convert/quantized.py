@@ -20,7 +20,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-_CHUNK = 1 << 20  # elements converted at a time, few enough for the CPU's cache
+_CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def weights_of(
 ) -> tuple[dict[str, Any], list[str]]:
     """Assemble weights from tensors on disk or in memory; return the weights by name, and a list of problems.
 
-    A weight is quantized if its first tensor has the dtype of one of the `kinds`; `dtype` is then the dtype of its
-    matrix. `shapes` are the shapes of the model's parameters.
+    A weight is quantized if its first tensor has the dtype of one of the `kinds`. `dtype` is the dtype of the matrix of
+    a quantized weight. `shapes` are the shapes of the model's parameters.
     """
     weights, problems = dict(tensors), []
     for name in [name for name in shapes if name in tensors and _dtype(tensors[name]) not in DTYPES.values()]:
@@ -56,7 +56,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List the problems with all of a weight's tensors but the first; `like` is a template with one row."""
+    """List the problems with a weight's tensors, except for the first tensor; `like` is a template with one row."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -95,9 +95,9 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
-    """Return a stored weight that is converted to `kind` as it is read, or to an array if `kind` is None.
+    """Return a stored weight that is converted when it is read: to `kind`, or to an array if `kind` is None.
 
-    A quantized weight's matrix has the dtype `dtype` by default; the reader can choose a different one.
+    A quantized weight's matrix has the dtype `dtype` by default; the reader can choose a different dtype.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:
@@ -130,7 +130,7 @@ def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, c
 
 @dataclasses.dataclass(frozen=True)
 class _Computed(Tensor):
-    """A tensor computed row by row from `source`, which is a tensor or a weight made of several tensors."""
+    """A tensor computed row by row from `source`; `source` is a tensor, or a weight made of several tensors."""
 
     source: Any
     compute: Callable[[Any], np.ndarray]

@@ -66,7 +66,7 @@ def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STE
     """Map each file name of a checkpoint to the names of its tensors.
 
     `sizes` maps tensor names to sizes in bytes, in the order in which the tensors are written. A file contains at most
-    `max_shard` bytes (None means `MAX_SHARD`), or one larger tensor. File names begin with `stem`.
+    `max_shard` bytes (None means `MAX_SHARD`), or a single larger tensor. File names begin with `stem`.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
     names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -91,7 +91,7 @@ def write_checkpoint(
     max_shard: int | None = None,
     stem: str = STEM,
 ) -> None:
-    """Write both configs, the tensors that `read` returns by name, and an index to an empty directory.
+    """Write both configs, the tensors and an index to an empty directory; `read` returns the tensor with a given name.
 
     `plan` determines the file names. Only the arrays of one file are in memory at a time.
     """
@@ -205,7 +205,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split the names, in order, into groups of at most `limit` bytes, or of one larger tensor."""
+    """Split the names, in order, into groups of at most `limit` bytes; a larger tensor is a group by itself."""
     shards: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():

@@ -22,12 +22,12 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-# These dtypes and the integer dtypes of quantized weights: I8, U8, ...
+# The same dtypes, and the integer dtypes of quantized weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # bytes read or written per system call
-_CHUNK = 1 << 20  # elements cast at a time, few enough for the CPU's cache
+_CHUNK = 1 << 20  # number of elements cast at a time; they fit into the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tensor:
     nbytes: int
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values cast to `dtype`, rounding to nearest; None keeps the file's dtype, one of `STORED`.
+        """Return the values cast to `dtype`, rounding to nearest; None keeps the file's dtype (one of `STORED`).
 
         `part` has one slice per axis, without steps. Only the bytes of this part are read.
 
@@ -115,7 +115,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedTensor(Tensor):
-    """A tensor that is computed, in float32, from the one in the file; `shape` and `nbytes` are those of the result."""
+    """A tensor that is computed in float32 from a tensor in a file; `shape` and `nbytes` describe the result."""
 
     compute: Callable[[np.ndarray], np.ndarray]
 
@@ -129,7 +129,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Check a file's header, and return its tensors in the order of their offsets.
 
     safetensors checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
-    which tensors are missing from a truncated file, so these problems are looked for first.
+    which tensors are missing from a truncated file, so this function looks for these problems first.
 
     Raises:
         CheckpointError: the file is damaged or truncated; the message lists all problems.

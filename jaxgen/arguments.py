@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         known = self.flags()
         for word in words[: words.index("--")] if "--" in words else words:
             if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
-                raise InputError(f"unknown option {word}: did you mean -{word}?")  # and not -t "emperature"
+                raise InputError(f"unknown option {word}: did you mean -{word}?")  # rather than -t "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
             if word.startswith("-") and word not in ("-", *known):  # known options in `rest` came after "--"

@@ -78,16 +78,16 @@ def generate(
             prompt b then uses `fold_in(key, b)`.
         cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
         attention_mask: `[B, P]`, 0 for padding, which may be on either side. By default, tokens with the pad id are
-            padding; if this id is also an eos id, no tokens are.
-        inputs_embeds: `[B, P, D]`, used instead of the embeddings of `ids`, which may then be None.
+            padding; if this id is also an eos id, no tokens are padding.
+        inputs_embeds: `[B, P, D]`, used instead of the embeddings of `ids`; `ids` may then be None.
         cache: the `cache` of an earlier output, or the result of `prefill`, to continue from; `ids` then contains only
-            the new tokens. The number of its rows is B, or a divisor of B if prompts share rows. It is not modified.
+            the new tokens. The cache has B rows, or a divisor of B if prompts share rows. It stays unchanged.
         logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`; see docs/processors.md.
         stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for rows that end.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`. It is called on
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids` that is called on
             the host in each step for each unfinished row; `ids` is int32[n], the row's ids without padding.
         negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to steer away from; see `guidance_scale`.
-        streamer: an object with `put`, for the prompts and each step's tokens, or `put_row`, for the tokens of a row.
+        streamer: an object that receives the tokens through `put` (step by step) or `put_row` (row by row).
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         assistant: `(params, cfg)` of a smaller model that drafts tokens; see docs/modes.md.
         hook: a `StepHook`, which can read and change the model's inputs and outputs.
@@ -206,7 +206,7 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield the function or automaton that computes the allowed tokens, and the `HostCalls` if it is a function."""
+    """Yield the automaton or function that computes the allowed tokens and, for a function, its `HostCalls`."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return
@@ -214,7 +214,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, `row` is the index of the prompt, which all of its beams share.
+    # As in transformers, `row` is the index of the prompt, so all beams of a prompt have the same `row`.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls

@@ -1,4 +1,4 @@
-"""Query the free memory of devices, and reject calls that would need more."""
+"""Query the free memory of devices, and reject calls that need more than is free."""
 
 from __future__ import annotations
 

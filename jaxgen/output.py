@@ -125,7 +125,7 @@ class GenerateOutput:
         )
 
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """Return each layer's keys and values, `[rows, K, width, H]`, in the columns of `sequences`, 0 for padding."""
+        """Return each layer's keys and values, `[rows, K, width, H]`, in the columns of `sequences`; 0 for padding."""
         assert self.cache is not None
         if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(

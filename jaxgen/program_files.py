@@ -120,7 +120,7 @@ def _source() -> str:
 
 
 def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None:
-    """Return the program in a file, or None if it must be compiled. `arguments` is the structure of its arguments."""
+    """Return the program in a file, or None if it must be compiled. `arguments` is the arguments' structure."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
     except (OSError, zlib.error):  # missing or incomplete; `zlib` verifies a checksum

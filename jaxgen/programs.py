@@ -49,7 +49,7 @@ class Programs:
     Attributes:
         most: the maximum number of programs.
         directory: a directory that also stores programs for the default device, so that other processes can load them;
-            or None. Set it only in a process that does not change jax's settings, such as the command.
+            or None. Set this only in a process that does not change jax's settings, such as the command.
     """
 
     def __init__(self, most: int):
@@ -153,7 +153,7 @@ class Program:
 
 
 class _NewProgram:
-    """Placeholder that, on the first call, compiles a program or reads it from a file. The program then replaces it.
+    """Placeholder that, on the first call, compiles or loads a program, and is then replaced by the program.
 
     Args:
         key: the program's key in `PROGRAMS`.

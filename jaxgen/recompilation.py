@@ -27,7 +27,7 @@ _FOLLOWING = {"params", "state"}
 
 
 def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple]) -> None:
-    """Log that a program is being compiled, why none of the `others` can be used, and which were freed to make room.
+    """Log that a program is being compiled, why none of the `others` fits, and which programs were freed to make room.
 
     Args:
         key: the key of the new program. It consists of the `Program`, the structure of its arguments, its static

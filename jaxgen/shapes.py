@@ -49,7 +49,7 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [B, n, ...]` to the positions `index int32[B, n]` of each row of `x [B, N, ...]`.
 
     Positions past the end are dropped. Values for the same position must be equal. `index` may also be int32[B], for
-    one position per row and `values [B, ...]`. Each row is a separate scatter, so under a mesh it stays on its device.
+    one position per row and `values [B, ...]`. Each row is a separate scatter, so it stays on one device under a mesh.
     """
     unique = index.ndim == 1
 

@@ -46,7 +46,7 @@ MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("
 
 @pytest.fixture(scope="module")
 def outputs():
-    """Yield the outputs of every mode here and on the CPU, as futures because the programs compile concurrently."""
+    """Yield every mode's outputs on the device and on the CPU, as futures because the programs compile concurrently."""
 
     def run(name, form):
         cfg = CFG.replace(**MODES[name])

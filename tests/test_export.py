@@ -1,4 +1,4 @@
-"""Exported programs: the same tokens, even in a process without jaxgen. Unsupported options are refused by name."""
+"""Exported programs: the same tokens, even in a process without jaxgen. Unsupported options are rejected by name."""
 
 import importlib.util
 import json

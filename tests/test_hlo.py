@@ -110,7 +110,7 @@ def own_slots(copies: int) -> int:
 
 
 def decode_loop(computations, into_branches: bool, slots: int = NEW) -> list[str]:
-    """Return the lines of the loop over tokens, which carries the generated cache, and of what it calls."""
+    """Return the lines of the loop over tokens, which carries the generated cache, and of the loop's callees."""
     (body,) = loop_bodies(computations, rf"\[\d+,2,{slots},32\]")
     names = reachable(computations, body, set(), into_branches)
     return [line for name in names for line in computations.get(name, [])]
@@ -195,7 +195,7 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
 
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     assert big_operations(decode_loop(computations, into_branches=False, slots=slots), weights) == []
-    # Branches contain 16-bit embedding look-ups and products of one or two rows. They must fuse the conversions.
+    # Branches contain 16-bit embedding look-ups and products of one or two rows. Branches must fuse conversions.
     assert made_in_branches(computations, slots, weights) == []
     assert second_copies(computations, params) == []
 
@@ -246,7 +246,7 @@ def test_scores_of_all_pairs_of_a_long_prompt_are_never_made(dtype):
 
 
 def steps_of(step, cache: KVCache, *arguments) -> list[str]:
-    """Return the lines of a loop that replaces the cache with `step(cache, *arguments)`, and of what it calls."""
+    """Return the lines of a loop that replaces the cache with `step(cache, *arguments)`, and of its callees."""
 
     def run(cache, *arguments):
         return jax.lax.fori_loop(0, 10, lambda _, cache: step(cache, *arguments), cache)

@@ -1,4 +1,4 @@
-"""Imports go in one direction: a room (a package or top-level module) imports only from its floor or those below."""
+"""Imports go in one direction: a room (a package or top-level module) imports only from its floor or lower ones."""
 
 import ast
 import graphlib

@@ -79,7 +79,7 @@ def test_same_tokens(shape, name):
 
 @pytest.mark.parametrize("rows", slow(1, 3, 6))
 def test_a_cache_continues_on_the_mesh(rows):
-    """`rows` cached prompts continue with 6 prompts, which the mesh pads to 8. All 32 slots of the cache are filled."""
+    """A cache of `rows` rows is continued by 6 prompts, which the mesh pads to 8. All 32 cache slots are filled."""
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :3]
     first = cfg.replace(max_new_tokens=32 - 9)
     params = on_mesh((4, 2))
@@ -348,7 +348,7 @@ def communicating():
 
 @pytest.mark.parametrize(("shape", "name"), list(communicating()))
 def test_communication_of_a_step(shape, name):
-    """A step has two sums per layer and one for the embedding, over the axis `model`, and nothing else of that size."""
+    """A step's only large transfers are all-reduces over the axis `model`: two per layer and one for the embedding."""
     check_communication(mesh_of_shape(shape), name)
 
 

@@ -40,7 +40,7 @@ EMPTY_LOOK_UP = re.compile(
 
 
 def run_of(mode: str):
-    """Return a run of `generate` as a function of the parameters, the ids and a key's data."""
+    """Return a function that runs `generate` on given parameters, ids and key data."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
 
     def run(params, ids, key_data):

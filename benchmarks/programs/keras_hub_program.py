@@ -33,7 +33,7 @@ class KerasHub(JaxProgram):
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         self._choose({name: value for name, value in options.items() if name != "capacity"})
-        # The cache is as long as the text, and all of it is computed first. The short run therefore has a longer
+        # The cache is as long as the text, and is computed completely at first. The short run therefore has a longer
         # prompt, so that the two runs differ only in their steps.
         room = ids.shape[1] + 1 if new_tokens == 1 else room
         start = room - new_tokens

@@ -89,7 +89,7 @@ class LlamaCpp(Program):
 
 
 def _batch(rows: int, width: int) -> llama.llama_batch:
-    """Return a batch with `width` tokens per row; only the last one gets scores."""
+    """Return a batch with `width` tokens per row; only each row's last token gets scores."""
     batch = llama.llama_batch_init(rows * width, 0, 1)
     batch.n_tokens = rows * width
     for index in range(rows * width):
@@ -123,7 +123,7 @@ def _sampler(options: dict[str, Any], room: int):
 
 
 def gguf_file(checkpoint: Path, dtype: str) -> Path:
-    """Return a checkpoint's GGUF file. If there is none, write it in a separate process, which frees the memory."""
+    """Return a checkpoint's GGUF file. If there is none, write it in a separate process to free the memory."""
     file = checkpoint.with_name(f"{checkpoint.name}-gguf") / f"{dtype}.gguf"
     if dtype != "bfloat16":
         gguf_file(checkpoint, "bfloat16")

@@ -1,4 +1,4 @@
-"""The protocol of a program under test; runs in the program's own interpreter and needs only numpy.
+"""The protocol of a program under test. It runs in the program's own interpreter and needs only numpy.
 
 Requests and answers are JSON objects, one per line, on stdin and stdout. A program first sends a hello when its imports
 are done. It then answers requests for methods such as `load` and `run`, and sleeps between requests.

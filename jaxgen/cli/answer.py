@@ -257,7 +257,7 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
 
 
 def _chosen_seed(target: Path | None) -> int:
-    """Return and print the seed: that of the run to continue, or else a random one."""
+    """Return and print the seed of the interrupted run, or a random seed if there is no such run."""
     before = recorded(target).get("--seed") if target is not None else None
     seed = before if isinstance(before, int) else secrets.randbelow(2**31)
     terminal.say("seed", seed)
@@ -331,7 +331,7 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
-    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS may be enough
+    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS can be a prompt
         raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 

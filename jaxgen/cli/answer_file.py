@@ -1,6 +1,6 @@
-"""The --output file, which appears only when it is complete. Interrupted runs can be continued.
+"""The --output file, which appears only when it is complete. Interrupted runs can be resumed.
 
-Until it is complete, its directory contains a partial file for each shard that has answers:
+Until FILE is complete, its directory contains a partial file for each shard that has answers:
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
@@ -8,8 +8,8 @@ A partial file is locked while its writer runs. Its lines are
   {"run": {...}}                         everything that the following answers depend on: input, model, options, ...
   {"index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
-in the order in which prompts were answered. It does not matter which partial file contains an index, so the number of
-shards can change between runs. The process that answers the last prompt merges all partial files.
+in the order in which prompts were answered. Any partial file may contain any index, so the number of shards can change
+when a run is resumed. The process that answers the last prompt merges all partial files.
 
 This module does not import jax.
 """
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# Values of a run that affect its answers only through rounding. They may change, with a warning for 16-bit dtypes.
+# These values affect answers only through rounding. They may change when a run resumes; 16-bit dtypes cause a warning.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
@@ -52,7 +52,7 @@ class AnswerFile:
     """An open partial file.
 
     Attributes:
-        done: for each prompt, 1 if a partial file already contained its answers when this one was opened, else 0.
+        done: for each prompt, 1 if a partial file already contained its answers when this file was opened, else 0.
     """
 
     def __init__(self, stream: io.FileIO, name: Path, done: bytearray):
@@ -119,13 +119,13 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
             yield file
             os.fsync(stream.fileno())
         finally:
-            if not part.indices and os.fstat(stream.fileno()).st_size <= begin:  # nothing to continue
+            if not part.indices and os.fstat(stream.fileno()).st_size <= begin:  # nothing to resume
                 own.unlink(missing_ok=True)
     _merge(target, prompts, own, shard.count)
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the values of the run that wrote the partial files, or an empty dict if there are none."""
+    """Return the values of the run that wrote the partial files, or an empty dict if there are no files."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -166,7 +166,7 @@ class _Part:
 
     Attributes:
         path: its path.
-        runs: the runs that wrote to it.
+        runs: the runs that wrote to the file.
         indices, offsets: the index of each prompt with answers, and the offset of its line.
         end: the number of bytes up to the end of the last complete line.
 
@@ -193,7 +193,7 @@ class _Part:
 
 
 def _parts(target: Path, prompts: int) -> list[_Part]:
-    """Read the partial files, skipping those that another process removes in the meantime."""
+    """Read the partial files, skipping files that another process removes in the meantime."""
     parts = []
     for path in _partials(target):
         with contextlib.suppress(FileNotFoundError):
@@ -227,7 +227,7 @@ def _locked(stream: Any, operation: int) -> bool:
 def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
     """Raise an error if a process with a different number of shards is running, because the shards would overlap.
 
-    Each process locks its own file before it checks the others, so if two start together, at least one gets an error.
+    Each process locks its own file before it checks the others, so at least one of two that start together fails.
     """
     own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
     for part in parts:
@@ -242,7 +242,7 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return, for each prompt, 1 if it has answers, else 0; raise an error if some are from a different run.
+    """Return, for each prompt, 1 if it has answers, else 0; raise an error if any come from a different run.
 
     Print a warning if this run rounds differently from the runs that wrote the answers.
     """
@@ -281,15 +281,15 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 
 
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
-    """Merge and remove the partial files; if prompts are left, print which shards they are in.
+    """Merge and remove the partial files; if prompts are left, print the shards that contain them.
 
-    Two processes that finish at the same time may both find that no prompts are left. The one that merges locks the
-    first partial file and removes it last.
+    Two processes that finish at the same time may both find that no prompts are left. The process that merges
+    locks the first partial file and removes it last.
     """
     merged = _merging(own)
     try:
         done = _done(_parts(target, prompts), prompts)
-        if os.path.lexists(target):  # another process has already merged them
+        if os.path.lexists(target):  # another process has already merged the files
             return
         if left := prompts - sum(done):
             numbers = sorted({index % shards for index in range(prompts) if not done[index]})
@@ -299,7 +299,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
             return
         with open(_partials(target)[0], "rb") as first:
             _locked(first, fcntl.LOCK_EX)
-            if os.path.lexists(target):  # another process has already merged them
+            if os.path.lexists(target):  # another process has already merged the files
                 return
             _write_merged(merged, _parts(target, prompts), prompts)
             _refuse_existing(target)
@@ -309,7 +309,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
-        if os.path.lexists(target):  # another process is merging them on a file system without locks
+        if os.path.lexists(target):  # another process is merging the files on a file system without locks
             return
         raise InputError(
             f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "

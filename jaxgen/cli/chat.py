@@ -76,7 +76,7 @@ class Chat:
         dropped = self._too_many(turns, min(most, self.context // 2))
         turns = turns[dropped:]
         prompt = self._render(turns)
-        # Turns may have been dropped, the template may render earlier ones differently, or options may have changed.
+        # Turns may have been dropped, the template may render earlier turns differently, or options may have changed.
         if not prompt.startswith(self._text) or not self._continues(session.cfg):
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
@@ -168,7 +168,7 @@ class Chat:
         return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
     def _continues(self, cfg: GenerationConfig) -> bool:
-        """Return True if there is no cache, or if it can be continued with these options."""
+        """Return True if there is no cache, or if the cache can be extended with these options."""
         if self._cache is None:
             return True
         return not mode_of(cfg).no_cache and self._cache.kv.cache_dtype == cfg.cache_dtype
@@ -179,9 +179,9 @@ class Chat:
 
 
 def converse(chat: Chat, session: Session, given: set[str]) -> None:
-    """Read messages from stdin until it ends, and answer them; the n-th answer is sampled with `fold_in(key, n)`.
+    """Read and answer messages until stdin ends; the n-th answer is sampled with `fold_in(key, n)`.
 
-    `given` names the options set on the command line, which /set lists.
+    `given` contains the names of the options set on the command line; /set lists these options.
     """
     if sys.stdin is None:
         raise InputError("--chat reads stdin, which is closed")
@@ -288,7 +288,7 @@ class _Conversation:
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file; replace a file only if it has earlier turns of this conversation."""
+        """Write the conversation to a file; overwrite a file only if it has earlier turns of this conversation."""
         path = _path(name, "/save")
         exists = os.path.lexists(path)
         if exists and path not in self.own_files:

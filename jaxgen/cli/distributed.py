@@ -26,7 +26,7 @@ def wanted(options: argparse.Namespace) -> bool:
 
 
 def supervise() -> int | None:
-    """Fork the process; return None in the child, which continues, and the child's exit status in the parent.
+    """Fork the process. Return None in the child; in the parent, wait for the child and return its exit status.
 
     If another process is lost, jax's runtime aborts the child with a page of text. The parent then prints one line.
     """

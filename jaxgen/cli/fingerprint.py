@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints. A run can be continued only if they are unchanged."""
+"""Fingerprints of checkpoints. A run can be resumed only if its fingerprints are unchanged."""
 
 from __future__ import annotations
 

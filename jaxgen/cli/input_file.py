@@ -68,7 +68,7 @@ def digest(lines: Sequence[Line]) -> str:
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error if an id is outside the model's vocabulary, because the tokenizer is then for another model."""
+    """Raise an error if an id is outside the model's vocabulary, a sign that the tokenizer is for another model."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(

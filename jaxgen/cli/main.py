@@ -112,7 +112,7 @@ def _answer(argv: Sequence[str]) -> int:
         distributed.join(options)
     terminal.show("starting")
     check_convert()
-    from jaxgen.cli.answer import answer  # imports jax, which takes a second and is not needed for --help
+    from jaxgen.cli.answer import answer  # importing jax takes a second; --help does not need it
 
     with _device(options):
         stats = answer(options)
@@ -158,7 +158,7 @@ def _device(options: Any) -> Iterator[None]:
 
 
 def _collect_garbage() -> None:
-    """Enable the garbage collector if `__main__` disabled it, but exempt the modules imported since then."""
+    """Enable the garbage collector if `__main__` disabled it, but exempt the modules imported so far."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

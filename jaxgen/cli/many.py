@@ -1,4 +1,4 @@
-"""Answer the prompts of --input in batches, or in slots, each of which takes the next prompt when an answer ends."""
+"""Answer the prompts of --input in batches or in slots. When an answer ends, its slot takes the next prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_answers(
 ) -> None:
     """Answer the lines in `indices` that are not done, and write a JSON line for each answer as soon as it is ready.
 
-    The answer to a line depends on its index, not on the other lines or on how many are answered at a time. If a row
+    The answer to a line depends on the line's index, not on other lines or on how many are answered at a time. If a row
     cannot continue, for example because all tokens are banned, the line's `error` gives the reason.
 
     Args:
@@ -115,7 +115,7 @@ class _Progress:
 
 
 def slots_for(wanted: int, prompts: int, copies: int) -> int:
-    """Return the number of slots: `wanted`, or the number of sequences rounded up to a power of two if that is less."""
+    """Return the number of slots: `wanted` or, if less, the number of sequences rounded up to a power of two."""
     return min(wanted, power_of_two(prompts * copies, 1))
 
 
@@ -142,7 +142,7 @@ def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
 
 
 def _waiting(slots: int) -> int:
-    """Return how many prompts to keep in the engine, so that one is waiting whenever a slot becomes free."""
+    """Return how many prompts to keep in the engine, so that a prompt is waiting whenever a slot becomes free."""
     return 4 * slots
 
 
@@ -153,7 +153,7 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 def _in_slots(
     lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each line's index and the output for its answers, once all of them have ended.
+    """Yield each line's index and output, once all answers to the line have ended.
 
     Process 0 answers the lines; the other processes follow its engine.
     """
@@ -176,9 +176,9 @@ def _in_slots(
 def _in_batches(
     lines: Sequence[Line], indices: Sequence[int], left: Collection[int], session: Session, batch_size: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each remaining line's index and the output for its answers.
+    """Yield each remaining line's index and output.
 
-    Batches are always formed from all `indices`, so that a continued run rounds in the same way as the first run.
+    Batches are always formed from all `indices`, so that a resumed run rounds in the same way as the first run.
     """
     keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
     copies = session.cfg.num_return_sequences

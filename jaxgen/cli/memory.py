@@ -32,9 +32,9 @@ def check_memory(
     """Raise an error if the device lacks the memory for a checkpoint's weights and a call's caches.
 
     Args:
-        path, assistant: the directories of the model and of the assistant, if there is one.
+        path, assistant: the directories of the model and of the assistant (None if there is no assistant).
         cfg: as in `generate`, with `max_new_tokens` set.
-        prompts, width: the number of prompts, and the number of tokens in the longest one.
+        prompts, width: the number of prompts, and the number of tokens in the longest prompt.
         dtype, quantize: as in `load_hf`.
 
     Raises:

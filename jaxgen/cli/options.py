@@ -1,4 +1,4 @@
-"""The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` that are marked for the command line.
+"""The options of `jaxgen "PROMPT"`: its own, and the `GenerationConfig` options marked for the command line.
 
 This module does not import jax.
 """
@@ -25,7 +25,7 @@ from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
 _LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
-# Matches the name of an option in error messages of `GenerationConfig`, with or without its value.
+# Matches the name of an option in error messages of `GenerationConfig`, with or without the option's value.
 _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
@@ -55,7 +55,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command lacks an option that transformers, the Python API or `jaxgen train` has."""
+    """Return the reason why the command lacks an option that transformers, the Python API or `jaxgen train` has."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:

@@ -14,7 +14,7 @@ from jaxgen.text.streaming import TextStreamer
 
 
 class Printer(TextStreamer):
-    """Streamer that prints an answer in place of the status line, and stores its text.
+    """Streamer that prints an answer in place of the status line, and stores the text.
 
     On a terminal, lines break between words, except in constrained text: a newline would make a JSON string invalid.
     After `stop`, the next token raises KeyboardInterrupt.
@@ -55,7 +55,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
         session: the model, the options and the key.
         ids: int32[1, P], the prompt.
         printer: prints the generated text.
-        **more: keyword arguments of `generate`, in addition to those of the session.
+        **more: keyword arguments of `generate`, in addition to the session's.
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
@@ -63,7 +63,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
-        except BaseException:  # including Ctrl-C: print the text that is held back
+        except BaseException:  # on any error or Ctrl-C, print the text that is held back
             if printer.text:
                 printer.end()
             raise

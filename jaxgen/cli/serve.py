@@ -88,7 +88,7 @@ def serve(options: argparse.Namespace) -> None:
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            # On SIGTERM, uvicorn ends the service and then raises the signal again, which would look like a failure.
+            # On SIGTERM, uvicorn ends the service and raises the signal again, so the exit would look like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
@@ -96,7 +96,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) -> tuple[Any, GenerationConfig]:
     """Return the parameters with the adapters attached, and the checkpoint's config."""
-    read_updates(adapters, source.cfg.model)  # raises an error if one does not fit the model
+    read_updates(adapters, source.cfg.model)  # raises an error if an adapter does not fit the model
     terminal.show(f"loading {options.model or 'the bundled model'}")
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
     params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
@@ -110,7 +110,7 @@ def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:
     """Return the engine's config: the checkpoint's config with sampling and log-probabilities enabled.
 
-    A request without a temperature uses the checkpoint's, or 1 if the checkpoint does not sample.
+    A request without a temperature uses the checkpoint's temperature, or 1 if the checkpoint does not sample.
     """
     most = options.max_new_tokens or min(context, _MOST_ANSWER)
     own: dict[str, Any] = {"max_new_tokens": min(most, context), "do_sample": True}

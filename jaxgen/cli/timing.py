@@ -56,7 +56,7 @@ class Stats:
         self.rest += time.perf_counter() - start - (self.compile - compiled)
 
     def watch(self, streamer: Streamer) -> Streamer:
-        """Return a streamer that times the calls and passes them on."""
+        """Return a streamer that times the calls and passes them on to `streamer`."""
         return _Watched(streamer, self)
 
     def lines(self) -> list[str]:

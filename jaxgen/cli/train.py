@@ -42,7 +42,7 @@ def train_and_save(options: argparse.Namespace) -> None:
         JaxgenError: the input is bad; nothing was written to --out.
         OSError: a file cannot be read or written.
     """
-    # Check all input before reading the weights, which can take a long time.
+    # Check all input first, because reading the weights can take a long time.
     _check_out(options)
     job = _prepare(options)
     out = options.out.resolve()
@@ -164,7 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return both configs, with the tokens that end the examples added to the eos ids.
+    """Return both configs, with the examples' end tokens added to the eos ids.
 
     A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """

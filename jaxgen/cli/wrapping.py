@@ -8,18 +8,18 @@ from unicodedata import category, east_asian_width
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
-# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents; then those of
-# characters that cannot end a line, such as "(" and the emoji joiner.
+# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents; the second set
+# is for characters that cannot end a line, such as "(" and the emoji joiner.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
 _NOT_LAST = {"Ps", "Pi", "Cf"}
 
 
 class Wrapper:
-    """Wraps text that arrives in pieces: lines break at spaces, or next to wide characters such as Chinese ones.
+    """Wraps text that arrives in pieces. Lines break at spaces, or next to wide characters, such as Chinese characters.
 
     A word is held back until it is complete or its line is known, so that text on the screen never moves. Spaces at the
-    end of a line are dropped. Words that are longer than a line are left for the terminal to break. So are lines of
-    fenced code, because an added newline could break the code.
+    end of a line are dropped. The terminal breaks words that are longer than a line. It also breaks long lines of
+    fenced code, because an added newline could corrupt the code.
     """
 
     def __init__(self):
@@ -86,10 +86,10 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence of the code block that is still open after a line, or ""; `fence` is the one open before it.
+    """Return the fence of the code block that is open after a line, or ""; `fence` is the fence open before the line.
 
-    As in CommonMark, a code block ends at a line that contains only the fence's character, at least as many times as
-    the opening fence.
+    As in CommonMark, a code block ends at a line that contains only the fence's character, repeated at least as often
+    as in the opening fence.
     """
     found = _FENCE.fullmatch(line)
     if found is None:

@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
-    """Raise an error that names the option if one is not offered, alone or in combination with others.
+    """Raise an error that names the first option that is not offered, alone or in combination with others.
 
     Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """

@@ -1,7 +1,7 @@
 """Constraints on the text of constrained beam search, and the options that contain them.
 
-A constraint is met once the row contains one of its alternatives, which are sequences of token ids. All constraints of
-an option are one table, `int32[C, A, W]`: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
+A constraint is met once the row contains one of its alternatives, which are sequences of token ids. The constraints
+of an option form a table, int32[C, A, W]: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
 are -1, so changing the ids does not recompile. This module does not import jax.
 """
 
@@ -45,7 +45,7 @@ class PhrasalConstraint:
 
     @property
     def alternatives(self) -> tuple[Phrase, ...]:
-        """The phrase alone."""
+        """The phrase, as the only alternative."""
         return (tuple(self.token_ids),)
 
 
@@ -122,7 +122,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases and tuples of phrases; in an array `[C, A, W]`, -1 marks an unused entry."""
+        """Return a tuple of phrases and tuples of alternatives; in an array `[C, A, W]`, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)
@@ -199,7 +199,7 @@ def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
 
 
 def _untable(name: str, table: Any) -> list:
-    """Return the phrase of each constraint in a table, or its alternatives if there are several."""
+    """Return each constraint in a table as its phrase or, if it has several alternatives, as a list of phrases."""
     words = as_lists(table)
     if np.ndim(table) != 3:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """GenerationConfig: every option of transformers 4.41.1's generate(), under its name and with its default.
 
-The config is a pytree. The values of traced options are its leaves, so changing them never recompiles. Everything that
-shapes the program (the mode, the model, static options, which options are on) is part of its structure. An option at
+The config is a pytree. The values of traced options are its leaves, so new values never recompile. Everything that
+shapes the program (mode, model, static options, which options are on) is part of the config's structure. An option at
 its neutral value is off and has no leaf, so a config's structure alone determines which processors run, even inside the
 caller's own jit.
 """
@@ -50,7 +50,7 @@ _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Inherited:
-    """Names of the options that the checkpoint sets. All instances are equal, so they do not cause recompilation."""
+    """Names of the options that the checkpoint sets. All instances are equal, so new names never recompile."""
 
     names: frozenset[str] = frozenset()
 
@@ -93,10 +93,10 @@ class _Instead:
 class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
-    which means off. Most options accept one value for all prompts or one for each. An option that jaxgen recognizes but
-    does not offer is rejected. Only `from_hf` accepts such an option, so that every checkpoint's config can be read;
-    `generate` then rejects it.
+    docs/options.md lists the options; their records are in `jaxgen.config.options`. Fields of later releases default to
+    None, which means off. Most options accept one value for all prompts or one for each. An option that jaxgen knows
+    but does not offer is rejected. Only `from_hf` accepts such an option, so that it can read every checkpoint's
+    config; `generate` then rejects the option.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -155,10 +155,10 @@ class GenerationConfig(GenerationOptions):
         return config
 
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Split into a config that all prompts share, and the values of the other options that are on, by name.
+        """Split into a config that all prompts share, and the values of the enabled per-prompt options, by name.
 
         Each value is a pytree of arrays, with one entry for all prompts or one for each. In the config, `IN_REQUEST`
-        takes its place, so that the option is still on.
+        replaces the value, so that the option is still on.
         """
         given = vars(self)
         values = {
@@ -187,11 +187,11 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
-        """Read the content of a generation_config.json, a dict. transformers' bookkeeping fields are ignored.
+        """Create a config from the dict in a generation_config.json. transformers' bookkeeping fields are ignored.
 
-        Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have them;
-        everywhere else, they are rejected. Values that the decode mode does not read cause a warning only if `replace`
-        sets them.
+        Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have such
+        ids; everywhere else, they are rejected. Values that the decode mode does not read cause a warning only if
+        `replace` sets them.
 
         Raises:
             ConfigError: a field is unknown, or a value is not allowed.

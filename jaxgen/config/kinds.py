@@ -1,4 +1,4 @@
-"""Kinds of option values: parsing, allowed values, the neutral value, and the form in a compiled program.
+"""Kinds of option values. A kind defines parsing, allowed values, the neutral value, and the form in a program.
 
 This module does not import jax, so that the command can parse its arguments quickly.
 """
@@ -31,12 +31,12 @@ class Kind:
     """A kind of option value.
 
     Attributes:
-        traced: the value is an argument of the compiled program. Otherwise it is part of the program.
+        traced: True if the value is an argument of the compiled program; otherwise, the value is part of the program.
         type_name: the type as the option reference shows it.
         neutral: the neutral value, at which the option is off; for a static kind, the default.
-        per_prompt: one value per prompt is allowed.
-        ranks: the number of axes of each array of the leaf when one value serves all prompts.
-        optional: None is allowed and means a default other than None.
+        per_prompt: True if one value per prompt is allowed.
+        ranks: the number of axes of each array in the leaf when one value serves all prompts.
+        optional: True if None is allowed and means a default other than None.
     """
 
     traced: bool = False
@@ -67,7 +67,7 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays of a value in normal form, whose option must be on; None if the value is static."""
+        """Return the arrays of a value in normal form; None if the value is static. The option must be on."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -83,7 +83,7 @@ class Kind:
         return list(values)
 
     def off_leaf(self, entries: int, width: int) -> Any:
-        """Return the leaf of a prompt for which the option is off, while it is on for others.
+        """Return the leaf for a prompt without the option, if the option is on for other prompts.
 
         Tables have `entries` entries of `width` ids each.
         """
@@ -204,7 +204,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or a list of strings for all prompts, or a list with a list of strings or None for each prompt."""
+    """A string or list of strings for all prompts, or a list that contains a list of strings or None per prompt."""
 
     type_name = "str or list"
     per_prompt = True
@@ -227,7 +227,7 @@ class Text(Static):
         return len(value) if isinstance(value, tuple) and not all(isinstance(x, str) for x in value) else None
 
     def sets(self, value: Any) -> tuple[Any, ...]:
-        """Return the strings of each prompt (None if it has none), or those of all prompts as the only entry."""
+        """Return each prompt's strings (None for a prompt without any), or one entry with all prompts' strings."""
         if self.prompt_count(value) is not None:
             return value
         return ((value,) if isinstance(value, str) else value,)
@@ -238,7 +238,7 @@ class Text(Static):
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Flag):
-    """True or False for all prompts (then part of the program), or one per prompt. The leaf is None or bool[B]."""
+    """A bool for all prompts (then part of the program), or one bool per prompt. The leaf is None or bool[B]."""
 
     traced = per_prompt = True
 
@@ -278,8 +278,8 @@ class _Number(Kind):
         also_off: a second value that means off.
         above, least, most, below: bounds; `above` and `below` are exclusive.
         hint: advice for a value outside the bounds.
-        per_prompt: one value per prompt is allowed.
-        optional: None is allowed and means a default other than the neutral value.
+        per_prompt: True if one value per prompt is allowed.
+        optional: True if None is allowed and means a default other than the neutral value.
     """
 
     neutral: Any = None
@@ -417,5 +417,5 @@ class DecayPair(Kind):
 
 
 def _is_real(dtype: np.dtype) -> bool:
-    """Return True for floating-point dtypes, including bfloat16, which numpy does not recognize as one."""
+    """Return True for floating-point dtypes, including bfloat16, which numpy does not classify as such."""
     return dtype.kind == "f" or "float" in dtype.name

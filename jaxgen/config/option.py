@@ -1,4 +1,4 @@
-"""The record of an option, and the names that records refer to: decode modes, stages, sections of the reference.
+"""The record of an option, and the names that records refer to: decode modes, stages, and sections of the reference.
 
 This module does not import jax.
 """
@@ -45,16 +45,16 @@ class Option:
         kind: defines parsing, the allowed values, the neutral value, and the form in the program.
         doc: the option's effect, in one line.
         group: the section of the option reference.
-        hf: the class in transformers 4.41.1 that implements it.
+        hf: the class in transformers 4.41.1 that implements the option.
         since: "" for an option of 4.41.1; a later release's number, or "later"; or "jaxgen" for jaxgen's own options.
         differs: differences from transformers.
-        modes: the decode modes that read it; None for all. A mode that draws tokens also reads the options of `sample`.
+        modes: the decode modes that read the option; None for all. Modes that draw tokens also read `sample`'s options.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
-        of_tokens: the option depends on the prompt's tokens, so a cache must include token ids.
-        host: the option is used on the host, not by the compiled loop.
-        command: the command offers the option; a string is appended to its help text.
-        instead_of: the alternative limit, cleared when this one is set on the command line.
+        of_tokens: True if the option depends on the prompt's tokens, so that a cache must include token ids.
+        host: True if the option is used on the host, not by the compiled loop.
+        command: True if the command offers the option; a string is appended to the option's help text.
+        instead_of: the alternative limit, which is cleared when this option is set on the command line.
         refused: the error text for a value that is not in `offered`, with the reason and a remedy.
         offered: for an option with `refused`, the values accepted in addition to the default.
         examples: two values; changing from the first to the second must not recompile.

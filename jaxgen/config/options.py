@@ -242,15 +242,15 @@ class GenerationOptions(SamplingOptions):
     output_scores: bool = _output(
         Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
     )
-    output_logits: bool | None = _output(Flag(None), "return the model's logits of each step, as large as the scores")
+    output_logits: bool | None = _output(Flag(None), "return the model's logits of each step (as large as the scores)")
     output_logprobs: str | None = _output(
         OneOf(None, "logits", "scores"),
-        "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
-        "the one that it was chosen from",
+        "return each chosen token's log-probability: with 'logits', under the model's distribution; with 'scores', "
+        "under the distribution that the token was chosen from",
         since="jaxgen",
     )
     top_logprobs: int = _output(
-        StaticInteger(0), "with output_logprobs, also return those of the n most likely tokens", since="jaxgen"
+        StaticInteger(0), "with output_logprobs, also return the n highest log-probabilities", since="jaxgen"
     )
     output_hidden_states: bool = _output(Flag(), "return the hidden states of all layers")
     output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
@@ -285,9 +285,9 @@ class GenerationOptions(SamplingOptions):
     )
     token_healing: bool | None = _output(
         Flag(None),
-        "remove each prompt's last token and let the answer begin with its text, in any tokens",
+        "remove each prompt's last token and make the answer begin with that token's text, spelled with any tokens",
         since="later",
-        differs="generate() needs tokenizer=; the search itself chooses these tokens, and no other text is possible",
+        differs="generate() needs tokenizer=; the search itself chooses these tokens, so no other text is possible",
         host=True,
         command="; for prompts without a chat template",
     )
@@ -334,7 +334,7 @@ class GenerationOptions(SamplingOptions):
         "a list of PhrasalConstraint and DisjunctiveConstraint that each text must meet; needs num_beams > 1",
         modes=(CONSTRAINED,),
         hf="ConstrainedBeamSearchScorer",
-        differs="classes of your own are refused",
+        differs="user-defined constraint classes are not supported",
         of_tokens=True,
         examples=([PhrasalConstraint([5, 6])], [PhrasalConstraint([7]), PhrasalConstraint([8, 9])]),
     )
@@ -350,8 +350,8 @@ class GenerationOptions(SamplingOptions):
     )
     penalty_alpha: Number | None = declare(
         Real(also_off=0.0, least=0),
-        "contrastive search, with top_k > 1: the weight of a token's similarity to earlier tokens against its "
-        "probability; 0 is off, the paper uses 0.6",
+        "contrastive search, with top_k > 1: how much a token's similarity to earlier tokens counts against "
+        "its probability; 0 is off, the paper uses 0.6",
         group=MODES,
         modes=(CONTRASTIVE,),
         command=" (with --no-do-sample)",
@@ -359,14 +359,14 @@ class GenerationOptions(SamplingOptions):
     )
     prompt_lookup_num_tokens: int | None = _assisted(
         StaticInteger(None, least=1),
-        "prompt lookup: draft up to this many of the tokens that followed the first occurrence of the row's last "
-        "tokens",
+        "prompt lookup: find the first occurrence of the row's last tokens, and draft up to this many of the tokens "
+        "that followed there",
         hf="PromptLookupCandidateGenerator",
         modes=(PROMPT_LOOKUP,),
     )
     max_matching_ngram_size: int | None = _assisted(
         StaticInteger(None, least=1),
-        "prompt lookup: the length of the n-gram to look up, 2 by default; shorter ones are tried if it does not occur",
+        "prompt lookup: the length of the n-gram to look up, 2 by default; if it never occurs, shorter ones are tried",
         hf="PromptLookupCandidateGenerator",
         modes=(PROMPT_LOOKUP,),
     )
@@ -378,9 +378,10 @@ class GenerationOptions(SamplingOptions):
     )
     num_assistant_tokens_schedule: str = _assisted(
         OneOf("heuristic", "heuristic_transient", "constant"),
-        "with 'heuristic', num_assistant_tokens grows by 2 if all were accepted, else drops by 1; 'constant' keeps it",
+        "with 'heuristic', num_assistant_tokens grows by 2 if all drafted tokens were accepted, and otherwise drops by "
+        "1; with 'constant', it stays the same",
         hf="AssistedCandidateGenerator",
-        differs="each row has its own number, which starts again in each call and at most doubles",
+        differs="each row has its own number, which is reset in each call and at most doubles",
     )
     assistant_confidence_threshold: Number | None = _assisted(
         Real(also_off=0.0, least=0, most=1),
@@ -394,7 +395,7 @@ class GenerationOptions(SamplingOptions):
     )
     dola_layers: str | tuple[int, ...] | None = declare(
         Layers(),
-        "DoLa: the layers that the last one is contrasted with",
+        "DoLa: the layers that the last layer is contrasted with",
         group=MODES,
         modes=(DOLA,),
         since="4.43",

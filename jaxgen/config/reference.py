@@ -8,7 +8,7 @@ from jaxgen.config.options import OPTIONS
 _INTRODUCTION = """\
 # Options
 
-This page lists the fields of `GenerationConfig`, which have transformers' names.
+This page lists the fields of `GenerationConfig`. Their names are those of transformers.
 
 - A *traced* option is an argument of the compiled program: a different value of the same form does not recompile. Lists
   of ids are padded to 4, 8, 16, ... entries. Which traced options are on is part of the program.

@@ -48,7 +48,7 @@ class SamplingOptions:
     )
     stop_strings: str | tuple[str, ...] | tuple[tuple[str, ...] | None, ...] | None = _length(
         Text(),
-        "texts that end a row once its newest token completes one",
+        "strings that end a row once the row's newest token completes one of them",
         hf="StopStringCriteria",
         differs="generate() needs tokenizer=; bytes are compared, so characters made of several tokens are found too, "
         "as in later releases",
@@ -94,7 +94,7 @@ class SamplingOptions:
     top_k: Number | None = _warper(
         Integer(0, least=0),
         "draw from the k most likely tokens, ties included; 0 for all. In contrastive search, the number of candidates "
-        "per step, which is static if it is one number",
+        "per step; one number for all prompts is static",
         hf="TopKLogitsWarper",
         default=50,
         modes=(SAMPLE, CONTRASTIVE),
@@ -109,13 +109,13 @@ class SamplingOptions:
     )
     min_p: Number | None = _warper(
         Real(also_off=0.0, least=0, most=1),
-        "draw from tokens at least this fraction as likely as the most likely one",
+        "draw from tokens at least this fraction as likely as the most likely token",
         hf="MinPLogitsWarper",
         examples=(0.001, 0.01),
     )
     typical_p: Number = _warper(
         Real(1.0, above=0, most=1),
-        "draw from the tokens whose surprise is closest to the expected one and that together reach this probability",
+        "draw from the tokens whose surprise is closest to the expected surprise; together they reach this probability",
         hf="TypicalLogitsWarper",
         examples=(0.9, 0.95),
     )

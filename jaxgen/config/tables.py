@@ -1,6 +1,6 @@
 """Options made of token ids: sets, sequences and biases, and their tables in a compiled program.
 
-The numbers in a table are traced. Its sizes are static, but rounded up to powers of two, and unused entries are -1.
+The numbers in a table are traced. Table sizes are static, but rounded up to powers of two; unused entries are -1.
 Changing ids therefore does not recompile, and adding ids usually does not either.
 """
 
@@ -58,7 +58,7 @@ def traced_table(name: str, value: Any, *ranks: int) -> Any:
 
 
 class _Table(Kind):
-    """Token ids: Python numbers for all prompts, or an array of one table per prompt, each with `rank` axes."""
+    """Token ids: Python numbers for all prompts, or an array that contains a table of `rank` axes for each prompt."""
 
     traced = per_prompt = True
     rank: int
@@ -155,7 +155,7 @@ class TokenSequences(_Table):
 
 
 class PlacedTokens(TokenSequences):
-    """A list of pairs `[position, id]`, or one such list per prompt. The leaf is that of `TokenSequences`."""
+    """A list of pairs `[position, id]`, or one such list per prompt. The leaf is as in `TokenSequences`."""
 
     width = 2
     type_name = "lists of [position, id]"
@@ -176,7 +176,7 @@ def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 class SequenceBias(_Table):
     """A bias per sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list of such dicts, one per prompt.
 
-    The leaf is `(int32[S, W], float32[S])`, both with a leading B if there is one dict per prompt.
+    The leaf is `(int32[S, W], float32[S])`, both with a leading axis B if there is one dict per prompt.
     """
 
     rank, ranks = 2, (2, 1)

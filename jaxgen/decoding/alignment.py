@@ -16,7 +16,7 @@ class Tokens:
     Attributes:
         ids: int32[B, T]; `UNKNOWN` for tokens that are given only as embeddings.
         mask: bool[B, T], False after a row's last token.
-        embeds: `[B, T, D]`, which the model reads instead of the ids, or None.
+        embeds: `[B, T, D]`, embeddings that replace the ids as the model's input, or None.
     """
 
     ids: jax.Array
@@ -45,7 +45,7 @@ class Tokens:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def after(self, other: Tokens) -> Tokens:
-        """Return the tokens of `other` followed by these. Either both have embeddings, or neither does."""
+        """Return the tokens of `other`, then the tokens of `self`. Either both have embeddings, or neither does."""
         embeds = None
         if self.embeds is not None and other.embeds is not None:
             embeds = jnp.concatenate([other.embeds.astype(self.embeds.dtype), self.embeds], axis=1)

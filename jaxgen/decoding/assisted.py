@@ -1,12 +1,12 @@
 """Assisted generation (speculative decoding): transformers' `GenerationMixin._assisted_decoding`, for any batch size.
 
 A cheap drafter proposes the next tokens of each row (`drafting`), and the model reads all of them in one pass. Each row
-then chooses its tokens exactly as it would without a draft, and accepts drafted tokens up to the first one that it
-would not have chosen.
+then chooses its tokens exactly as it would without a draft. It accepts drafted tokens until one of them differs from
+its own choice.
 
 The result is therefore the same as that of greedy search or sampling with the same key, but takes fewer passes. The
 drafter and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts
-drafted tokens at random, which leads to the same distribution of texts, but not to the same text.
+drafted tokens at random. Its texts then have the same distribution, but are not the same texts.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Assisted(Mode):
         return AssistedState(sample, drafter_of(run).begin(run, sample.rows), none, none)
 
     def step(self, run: Run, state: AssistedState) -> AssistedState:
-        """Draft tokens, run them through the model, and append the tokens that the model chooses to each row."""
+        """Draft tokens, run them through the model, and append the model's choices to each row."""
         before, drafter = state.sample.rows, drafter_of(run)
         with jax.named_scope("draft"):
             draft, drafting = drafter.propose(run, before, state.drafter)
         read, rows = _read(run, state.sample, draft)
         rows, accepted = _append_chosen(run, rows, read, draft)
         added = rows.history.step - before.history.step
-        # The model has read each row's last token and the draft. All chosen tokens but the newest stay in the cache.
+        # The model has read each row's last token and the draft. All chosen tokens except the newest stay in the cache.
         rejected = jnp.where(before.live, 1 + draft.count - jnp.maximum(added, 1), 0)
         return AssistedState(
             sample=SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, rejected))),
@@ -90,7 +90,7 @@ class Assisted(Mode):
 
 
 def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
-    """Run each row's last token and its draft through the model."""
+    """Run the last token and the draft of each row through the model."""
     rows = sample.rows
     column = jnp.arange(1 + draft.tokens.shape[1], dtype=jnp.int32)[None, :]
     ids = jnp.concatenate([rows.history.last(1), draft.tokens], axis=1)
@@ -99,7 +99,7 @@ def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
 
 
 def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:
-    """Append the accepted drafted tokens to each row, and one more token that the model chooses.
+    """Append the accepted drafted tokens to each row, followed by one more token that the model chooses.
 
     Returns:
         The rows, and the number of accepted drafted tokens, int32[B].

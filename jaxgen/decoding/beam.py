@@ -5,7 +5,7 @@ In each step, the best continuations of the running beams become the candidates,
 becomes a hypothesis if it is among the first k. The first k candidates that do not end become the next running beams.
 A prompt has one search, or several (`group_beam`).
 
-The rows of a prompt share the slots that they write to, so reordering beams moves no keys or values.
+The rows of a prompt write to shared slots, so reordering beams moves no keys or values.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
-# Before the first step, all beams of a search are identical. All but the first start with this score.
+# Before the first step, all beams of a search are identical. All beams except the first start with this score.
 _REPEATED = -1e9
 
 
 @flax.struct.dataclass
 class Hypotheses:
-    """The best ended beams of each search, best first. Some of the k places may be empty.
+    """The best ended beams of each search, best first. Some of the k entries may be empty.
 
     Attributes:
-        scores: float32[S, k], with the length penalty; -inf for an empty place.
-        rows: S*k rows, each including the token that ended it.
+        scores: float32[S, k], with the length penalty; -inf for an empty entry.
+        rows: S*k rows, each with the token that ended the row.
         origins: int32[S*k, N], as in `Beams`.
     """
 
@@ -60,7 +60,7 @@ class Beams:
     Attributes:
         scores: float32[S, k], the sum of the scores of each running beam's tokens.
         rows: S*k rows, without the records of the run.
-        origins: int32[S*k, N], the beam that each generated token extended, as an index within the search.
+        origins: int32[S*k, N], the index within the search of the beam that each generated token extended.
         hypotheses: the best ended beams.
         complete: bool[S], True if the hypotheses are final.
     """
@@ -88,7 +88,7 @@ class BeamState:
     Attributes:
         beams: the searches of all prompts.
         cache: the keys and values of each row's tokens, except its last token.
-        recording: the records of the run. As in transformers, a step is recorded in the beam's row at that time.
+        recording: the records of the run. As in transformers, a step is recorded in the row that a beam then occupies.
         cache_ids: as in `Rows`.
         keys: key[B], or None without sampling.
     """
@@ -144,7 +144,7 @@ class BeamSearch(Mode):
         running = beams.scores / _divisors(run, rows, rows.history.step[::count])
         running = jnp.where(self.count_as_results(run, beams), running, -jnp.inf)
         first = repeat_rows(jnp.arange(0, rows.count, count, dtype=jnp.int32), rows.count)[:, None]
-        # Running beams come first because the first entry wins a tie, and an empty place has a score of -inf.
+        # Running beams come first, so that they win ties. Empty entries of the hypotheses have a score of -inf.
         scores, of_searches = _best(
             count,
             (running, (_ended(rows), beams.origins + first)),
@@ -163,7 +163,7 @@ class BeamSearch(Mode):
         )
 
     def progress(self, run: Run, state: BeamState) -> Progress:
-        """Return no tokens, because any of them may still change."""
+        """Return no tokens, because any token may still change."""
         rows = state.beams.rows.count
         tokens = jnp.zeros((rows, run.capacity), jnp.int32)
         none = jnp.zeros((), jnp.int32)
@@ -190,7 +190,7 @@ class BeamSearch(Mode):
             keys: key[B], or None without sampling.
 
         Returns:
-            The next beams, the rows that they continue (int32[rows]), and the scores to record (float32[rows, V]).
+            The next beams, the row that each continues (int32[rows]), and the scores to record (float32[rows, V]).
         """
         scores = process(run, beams.rows, log_probs)
         beams, parents = choose_beams(run, beams, logits, scores, keys)
@@ -211,8 +211,8 @@ class Continuations:
     """Running beams extended by one token: n continuations for each of S searches.
 
     Attributes:
-        totals: float32[S, n], the sum of the scores of the beam's tokens, including the new one.
-        parents: int32[S, n], the rows of the beams.
+        totals: float32[S, n], the sum of the scores of the beam's tokens, including the new token.
+        parents: int32[S, n], the rows of the beams that are extended.
         tokens: int32[S, n], the new tokens.
     """
 
@@ -221,7 +221,7 @@ class Continuations:
     tokens: jax.Array
 
     def take(self, places: jax.Array) -> Continuations:
-        """Return the continuations at `places int32[S, m]`."""
+        """Return the continuations at the indices `places int32[S, m]`."""
         return jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), self)
 
     def first(self, count: int) -> Continuations:
@@ -246,7 +246,7 @@ class Step:
         beams: the searches before the step.
         logits: float32[rows, V], the model's logits.
         scores: float32[rows, V], the processed scores.
-        totals: float32[S, k, V], the score of each beam plus that of each next token.
+        totals: float32[S, k, V], the score of each beam plus the score of each next token.
         live: bool[S], True for searches that take this step.
         failed: int32[S], a `StopReason` for each search that cannot continue, otherwise NONE.
     """
@@ -269,9 +269,9 @@ class Step:
         return cls(run, beams, logits, scores, totals, live, failed)
 
     def candidates(self, keys: jax.Array | None) -> Continuations:
-        """Return the best continuations of each search, best first. If there are `keys key[S]`, they are drawn.
+        """Return the best continuations of each search, best first. With `keys key[S]`, continuations are drawn.
 
-        At least k of them do not end with an eos id. In a finished search, each row continues itself.
+        At least k continuations do not end with an eos id. In a finished search, each row continues itself.
         """
         searches, count, vocab = self.totals.shape
         total, index = _candidates(self, keys)
@@ -281,7 +281,7 @@ class Step:
         return Continuations(total, parents, index % vocab)
 
     def best(self, continuations: Continuations) -> jax.Array:
-        """Return the places of the k best continuations, int32[S, k], best first. Finished searches use 0 to k - 1."""
+        """Return the indices of the k best continuations, int32[S, k], best first. Finished searches use 0 to k - 1."""
         count = self.totals.shape[1]
         places = lax.top_k(continuations.totals, count)[1]
         return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
@@ -297,15 +297,15 @@ class Step:
         return take(x, parents, self.live.size)
 
     def ended(self, rows: Rows) -> jax.Array:
-        """Return which continuations can no longer be running beams, as bool[S, n]. `rows` are their S * n rows."""
+        """Return which continuations can no longer run, as bool[S, n]. `rows` are the S * n rows of continuations."""
         ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
         return self.live[:, None] & ended.reshape(self.live.size, -1)
 
     def finish(self, results: Continuations, running: Continuations, best: jax.Array) -> tuple[Beams, jax.Array]:
-        """Return the next beams, and the rows that they continue, int32[rows].
+        """Return the next beams, and the row that each of them continues, int32[rows].
 
         Args:
-            results: k ended beams of each search; those with a total of -inf do not count.
+            results: k ended beams of each search. Beams with a total of -inf do not count.
             running: k beams of each search that have not ended.
             best: float32[S], the best total of all continuations.
         """
@@ -313,8 +313,8 @@ class Step:
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation is compared with the results and may be one of them. Both scores are computed by one
-        # division, because XLA could round two divisions differently.
+        # The best continuation, which may itself be one of the results, is compared with them. All these scores come
+        # from one division, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
@@ -338,7 +338,7 @@ class Step:
         return beams, running.parents.reshape(-1)
 
     def _rows(self, continuations: Continuations) -> tuple[Rows, jax.Array]:
-        """Return the rows of continuations with their log-probabilities, and their origins, int32[S * n, N]."""
+        """Return the rows of continuations, with log-probabilities, and the origins of these rows, int32[S * n, N]."""
         parents, count = continuations.parents.reshape(-1), self.totals.shape[1]
         added = repeat_rows(self.live, parents.size)
         rows = self.extend(continuations)
@@ -363,7 +363,7 @@ def choose_beams(
 
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C], below k * V."""
+    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C] into k * V."""
     run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
@@ -421,7 +421,7 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
 
     Args:
         count: the number of entries to return.
-        pools: pairs, each of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
+        pools: pairs of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)

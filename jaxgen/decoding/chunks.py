@@ -1,7 +1,7 @@
 """Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open: each chunk applies the `Arrivals`
-since the previous chunk, and returns a `Journal` of what happened in it.
+`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open. Each chunk applies the `Arrivals`
+since the previous chunk, and returns a `Journal` of its own events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Arrivals:
         key_data: uint32[M, ...], the key data of each prompt.
         index: uint32[M], the value to fold into each key.
         own_key: bool[M], True if the prompt's key is used unchanged.
-        cancelled: int32[C], the numbers of cancelled prompts, padded with `NOBODY`.
+        cancelled: int32[C], the numbers of cancelled prompts, padded with a number that no prompt has.
         prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
     """
 
@@ -57,7 +57,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
         mode: the mode.
         places: the maximum number of waiting prompts.
         steps: the maximum number of steps in a chunk.
-        stored: the number of chunks of prefixes that the store has space for; 0 for no store.
+        stored: the capacity of the store of prefixes, in chunks; 0 for no store.
         key_impl: the implementation of random keys.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
@@ -121,7 +121,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
 
 
 def _cancel(state: ContinuousState, cancelled: jax.Array) -> ContinuousState:
-    """Cancel prompts: skip the waiting ones, and end the rows of those in the loop."""
+    """Cancel prompts: skip prompts that are waiting, and end the rows of prompts in the loop."""
 
     def remaining(number: jax.Array) -> jax.Array:
         hit = jnp.any(number[:, None] == cancelled[None, :], axis=1)

@@ -1,7 +1,7 @@
 """Beam search under constraints: transformers' `_constrained_beam_search` and `ConstrainedBeamSearchScorer`.
 
-In addition to the best continuations, each beam proposes the tokens that make progress on the constraints, however
-unlikely they are. Continuations with equal progress form a bank. The next beams are the best of each bank, then the
+In addition to the best continuations, each beam proposes the tokens that make progress on the constraints, even if
+they are unlikely. Continuations with equal progress form a bank. The next beams are the best of each bank, then the
 second best of each bank, and so on.
 """
 
@@ -17,7 +17,7 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
 
-# As in transformers, continuations are sorted by their bank times this weight, plus their score.
+# As in transformers, the sort key of a continuation is its bank times this weight, plus its score.
 _BANK_WEIGHT = 100
 
 
@@ -25,11 +25,11 @@ class ConstrainedBeamSearch(BeamSearch):
     """Beam search in which the results meet all constraints, budget permitting. Each prompt has one search."""
 
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
-        """Return which running beams count as results at the end, bool[S, k].
+        """Return which running beams count as results at the end, as bool[S, k].
 
-        Beams that do not meet all constraints count only if there are too few others to return all sequences.
+        Beams with unmet constraints count only if there are otherwise too few beams to return all sequences.
         """
-        # In transformers, a beam with a banned token also counts, and can become the result.
+        # A beam with a banned token does not count. In transformers, it does, and can become the result.
         met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
         return ~beams.complete[:, None] & (met | few)
@@ -66,7 +66,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
     """Return the k * C * A proposals of each search. The token is -1 where there is no proposal."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
-    # The same token may begin several constraints.
+    # A token may begin several constraints, but each row proposes it only once.
     rows, number = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     given = jnp.where(tokens < 0, vocab, tokens)
     none = jnp.full(vocab, tokens.shape[1], jnp.int32)
@@ -79,7 +79,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """Return the banks of continuations from their state, int32[S, n]. The last `proposed` columns are proposals."""
+    """Return the banks of continuations with this state, int32[S, n]. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     before = _state(step.beams.rows)
@@ -89,9 +89,9 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
-    """Return where a proposal differs from all `known` continuations in token or text, as bool[S, n].
+    """Return which proposals differ from every `known` continuation in token or text, as bool[S, n].
 
-    Several beams may have the same text, as all of them do initially. Only the first of them counts.
+    Several beams may have the same text; initially, all beams do. Only proposals of the first such beam count.
     """
     history, (searches, count, _) = step.beams.rows.history, step.totals.shape
     text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
@@ -105,14 +105,14 @@ def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.
 
 
 def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the places of the next beams, int32[S, k]: the best of each bank, then the second best of each, and so on.
+    """Return the indices of the next beams, int32[S, k]: the best of each bank, then the second best, and so on.
 
-    If there are no new proposals, return the places of the best candidates.
+    If there are no new proposals, return the indices of the best candidates.
 
     Args:
         joined: the candidates, then the proposals.
-        banks: int32[S, n], their banks.
-        best: int32[S, k], the places of the k best candidates, best first.
+        banks: int32[S, n], the banks of `joined`.
+        best: int32[S, k], the indices of the k best candidates, best first.
         new: bool[S, E], True for proposals that may be chosen.
     """
     count, last = best.shape[1], joined.tokens.shape[1]
@@ -124,7 +124,7 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
-    # Very unlikely tokens can break the order of banks. As in transformers, a new bank begins at each change.
+    # Very unlikely tokens can break the order of banks. As in transformers, a new bank begins wherever `banks` changes.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

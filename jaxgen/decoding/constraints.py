@@ -1,9 +1,9 @@
 """Progress of rows through the constraints of beam search: transformers' `ConstraintListState`.
 
-A constraint has one or more alternatives, none of which is a prefix of another; a phrase has one. The tokens of a row,
-including its prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending
-constraint puts it in progress. The first token that continues none of its alternatives sends the constraint back to the
-end of the queue of pending constraints. Such a token does not begin a different constraint.
+A constraint has one or more alternatives, and no alternative is a prefix of another. A phrase has one alternative. The
+tokens of a row, including its prompt, meet constraints one at a time, so at most one is in progress. A token that
+begins a pending constraint puts this constraint in progress. The first token that continues none of its alternatives
+sends it back to the end of the queue of pending constraints. Such a token does not begin a different constraint.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ConstraintAutomaton:
         used, none = jnp.any(self.lengths > 0, axis=-1), jnp.zeros(rows, jnp.int32)
         queue = jnp.where(used, jnp.arange(used.shape[0], dtype=jnp.int32), -1)
         state = ConstraintState(jnp.broadcast_to(queue[None, :], (rows, queue.size)), none - 1, none, none, none)
-        # While no constraint is in progress, skip columns in which no row can begin one.
+        # While no constraint is in progress, skip columns in which no row can begin a constraint.
         column = jnp.arange(width, dtype=jnp.int32)
         within = column[None, :] < length[:, None]
         begins = jnp.any(within & jnp.isin(ids, self.ids[:, :, 0]), axis=0)
@@ -121,7 +121,7 @@ class ConstraintAutomaton:
     def proposals(self, state: ConstraintState) -> jax.Array:
         """Return the tokens that make progress, int32[rows, C, A]; -1 for none.
 
-        These tokens continue the constraint in progress. If there is none, they begin a pending constraint.
+        These tokens continue the constraint in progress. If no constraint is in progress, they begin a pending one.
         """
         busy = (state.current >= 0)[:, None, None]
         current = (jnp.arange(self.ids.shape[0])[None, :] == state.current[:, None])[:, :, None]
@@ -137,7 +137,7 @@ class ConstraintAutomaton:
 
         Args:
             state: the state of the rows before the proposals.
-            banks: int32[rows, C, A], the banks of the rows with their proposals.
+            banks: int32[rows, C, A], the bank of each row extended by each proposal.
         """
         (rows, _, most), width = banks.shape, self.ids.shape[2]
         if most == 1:
@@ -172,7 +172,7 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        An alternative has one only if its first `matched int32[rows]` tokens are those of `alternative int32[rows]`.
+        An alternative whose first `matched int32[rows]` tokens are not those of `alternative int32[rows]` gives -1.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]

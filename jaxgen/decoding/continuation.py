@@ -32,7 +32,7 @@ class Continuation:
 
     @classmethod
     def from_cache(cls, cache: KVCache) -> Continuation:
-        """Wrap a cache filled by the model; its token ids are not known."""
+        """Wrap a cache that was filled by the model and whose token ids are not known."""
         return cls(cache, None, cache.total_length)
 
     def __repr__(self) -> str:

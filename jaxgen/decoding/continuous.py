@@ -1,8 +1,8 @@
 """Continuous batching: decode many sequences in a few slots. When a sequence ends, the next one takes its slot.
 
-A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
-be filled. Each of these is a separate loop inside the loop over rounds, because with a `lax.cond`, XLA may copy the
-cache in every round.
+A round reads prompts if a slot is free and no prompt is ready, moves sequences into free slots, and takes steps until a
+slot can be filled again. Each of these three parts is a separate loop inside the loop over rounds, because with a
+`lax.cond`, XLA may copy the cache in every round.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sequences:
 
 @flax.struct.dataclass
 class Answers(RowState):
-    """The results of all sequences, starting with those of prompt 0. Sequences that have not begun have empty results.
+    """The results of all sequences, starting with prompt 0. Sequences that have not begun have empty results.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.
@@ -71,9 +71,9 @@ class Answers(RowState):
 
     @classmethod
     def empty(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results before any sequence has begun, with logprobs if `rows` have them.
+        """Return the results before any sequence has begun, with log-probabilities if `rows` have them.
 
-        The sequences of prompts that pad the batch for a mesh have already ended.
+        On a mesh, the sequences of the padding prompts have already ended.
         """
         count = run.prompts * run.needs.sequences
         padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
@@ -86,7 +86,7 @@ class Answers(RowState):
         return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def has_space(self) -> jax.Array:
-        """Return True, because there is a place for each sequence."""
+        """Return True, because each sequence has its own entry."""
         return jnp.ones((), bool)
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
@@ -94,7 +94,7 @@ class Answers(RowState):
         return self
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
-        """Store the results of sequences, except where the number is `NOBODY`."""
+        """Store the results of all sequences except those with the number `NOBODY`."""
         count = self.lengths.shape[0]
         # Each dropped sequence gets a different index, because the scatter promises unique indices.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
@@ -114,7 +114,7 @@ class ContinuousState:
     Attributes:
         rows: the state of the mode, with one row per slot. Slots whose row has ended are free.
         sequences: the latest sequence in each slot.
-        pool: the prompts that are about to enter.
+        pool: the prompts that are being read, or have been read and are waiting for a slot.
         results: the results of the sequences.
         queue: the waiting prompts.
         steps: int32[], the number of steps so far.
@@ -133,13 +133,13 @@ class ContinuousState:
 
     @property
     def free(self) -> jax.Array:
-        """bool[S], the slots whose row has ended."""
+        """bool[S], True for slots whose row has ended."""
         return self.rows.rows.history.done
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Wrapper around a mode that lets rows leave and enter. The wrapped mode must have `refills` set."""
+    """Wrapper that lets rows leave and enter the mode it wraps. That mode must have `refills` set."""
 
     mode: Any
     slots: int
@@ -155,7 +155,7 @@ class Continuous(Mode):
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
-        """Return a state without results, with all slots free and space for `stored` chunks of prefixes."""
+        """Return a state with no results, all slots free, and space for `stored` chunks of prefixes."""
         slots = rows_on(run.mesh, self.slots)
         pool = Pool.open(run, queue, slots, stored)
         nobody = jnp.full(slots, NOBODY, jnp.int32)
@@ -194,7 +194,7 @@ class Continuous(Mode):
         return dataclasses.replace(state, pool=pool, queue=queue)
 
     def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Let sequences enter while a slot is free and a prompt is ready."""
+        """Move sequences into slots while a slot is free and a prompt is ready."""
 
         def can_enter(state: ContinuousState) -> jax.Array:
             return jnp.any(state.free) & jnp.any(state.pool.ready(run)) & state.results.has_space()
@@ -218,7 +218,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled. Take at least one, so that rows never wait for more than one chunk."""
+        """Take steps until a slot can be filled. Take at least one, so that no row waits for more than one chunk."""
         someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
@@ -253,5 +253,5 @@ class Continuous(Mode):
 
 
 def _all_answers(run: Run, state: ContinuousState) -> Answers:
-    """Return the results of all sequences, including those in the slots."""
+    """Return the results of all sequences, including the sequences in the slots."""
     return state.results.leave(run, state.sequences, state.rows.rows)

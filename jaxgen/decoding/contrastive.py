@@ -1,10 +1,10 @@
 """Contrastive search (arXiv 2202.06417): transformers' `GenerationMixin._contrastive_search`.
 
-In each step, the model reads the k most likely next tokens of each row, the candidates. The row continues with a
-candidate that is likely and whose hidden state differs from those of the row's earlier tokens. The model has therefore
-already read every chosen token, including the last one.
+In each step, the model reads the candidates of each row: its k most likely next tokens. The row continues with a
+candidate that is likely and whose hidden state differs from the states of earlier tokens in the row. The model has
+therefore already read every chosen token, including the last one.
 
-The candidates of a prompt write to the same slots, so choosing one does not move any keys or values.
+The candidates of a prompt write to the same slots, so choosing a candidate does not move any keys or values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ContrastiveState:
     Attributes:
         rows: one row per prompt.
         cache: the keys and values of all tokens in the rows. Each prompt has k rows, one for each candidate.
-        read: the model's output for each row's last token, without cache, records and hidden states.
+        read: the model's output for each row's last token, without the cache, the records and the hidden states.
         context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
     """
 
@@ -59,7 +59,7 @@ class ContrastiveState:
 
 
 class ContrastiveSearch(Mode):
-    """Contrastive search. Each row has k candidates per step, at most `Needs.candidates`."""
+    """Contrastive search. Each row has k candidates per step, where k is at most `Needs.candidates`."""
 
     replays = True
     no_cache = (
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Require as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
+        """Require as many candidates as the largest `top_k`. This number sets array sizes, so it cannot be traced."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -90,7 +90,7 @@ class ContrastiveSearch(Mode):
         )
 
     def step(self, run: Run, state: ContrastiveState) -> ContrastiveState:
-        """Run the candidates of each row through the model, and append the best one."""
+        """Run the candidates of each row through the model, and append the best candidate."""
         logits, scores, rows = observe(run, state.rows, state.read, 0, state.rows.live)
         scores = process(run, rows, scores)
         failed = failure(jnp.max(scores, axis=-1))
@@ -103,7 +103,7 @@ class ContrastiveSearch(Mode):
             similarity = _similarity(hidden, state.context, rows.history.total_length)
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
-            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely one wins
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely candidate wins
 
         # int32[rows], the index of each chosen candidate's row
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen

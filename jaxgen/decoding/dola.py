@@ -1,4 +1,4 @@
-"""DoLa (arXiv 2309.03883) subtracts from each log-probability the one that an earlier layer predicts.
+"""DoLa (arXiv 2309.03883) subtracts the log-probabilities of an earlier layer from those of the last layer.
 
 This follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own layer. The
 hidden states of an earlier layer pass through the head without the final norm.
@@ -27,7 +27,7 @@ from jaxgen.model.causal_lm import head
 
 # Tokens with a probability below this fraction of the highest probability are banned.
 _RELATIVE_TOP = 0.1
-# With more than _DEEP layers, "low" selects from only the first _DEEP_REACH layers, and "high" from the last.
+# With more than _DEEP layers, "low" selects only from the first _DEEP_REACH layers, and "high" only from the last.
 _DEEP, _DEEP_REACH = 40, 20
 
 
@@ -41,7 +41,7 @@ class Dola(Sample):
         return Needs(sequences=cfg.num_return_sequences, layer_states=True)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-        """Choose a token for each row from its contrasted scores, and append it to the live rows."""
+        """Choose a token for each row from its contrasted scores, and append the tokens to the live rows."""
         logits, scores, rows = observe(
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
@@ -80,7 +80,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
 
 
 def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the contrasted scores of the first stream and the unchanged logits of the others.
+    """Return the contrasted scores of the first stream and the unchanged logits of the other streams.
 
     Args:
         run: the constants.
@@ -98,7 +98,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """Subtract the log-probabilities of the layer that differs most from the last in each row. Ban unlikely tokens.
+    """Subtract the log-probabilities of each row's layer that differs most from the last layer. Ban unlikely tokens.
 
     Args:
         mature: float32[rows, V], the model's logits.
@@ -113,9 +113,9 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 
 
 def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
-    """Return the processed scores, float32[rows, V], or those of `without_dola` in rows where all tokens are banned.
+    """Return the processed scores, float32[rows, V], or the scores of `without_dola` where all tokens are banned.
 
-    DoLa keeps only likely tokens. If processors or a grammar ban all of them, transformers chooses token 0.
+    DoLa keeps only likely tokens. If processors or a grammar ban all of these, transformers chooses token 0.
     """
     banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
     return lax.cond(jnp.any(banned), lambda: jnp.where(banned, without_dola(), processed), lambda: processed)
@@ -124,8 +124,8 @@ def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
     """Return the divergence of each layer's distribution from the mature one, float32[C, rows].
 
-    This is transformers' variant of the Jensen-Shannon divergence: it compares the average distribution with both, and
-    takes the mean of the two divergences. Tokens that a hook has banned are not counted. `log_mature` is
+    This is transformers' variant of the Jensen-Shannon divergence: it compares the average distribution with each
+    of the two, and takes the mean of both divergences. Tokens that a hook has banned are not counted. `log_mature` is
     float32[1, rows, V], and `log_premature` is float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))

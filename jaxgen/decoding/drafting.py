@@ -1,4 +1,4 @@
-"""Drafts for assisted generation, from a smaller model or by looking up a row's last tokens in the row itself.
+"""Drafts for assisted generation, from a smaller model or from an earlier occurrence of a row's last tokens.
 
 A drafter consists of pure functions on a state of its own (`Drafter`). A draft never changes the generated text.
 """
@@ -22,7 +22,7 @@ from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.cache import KVCache
 
-# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`, which limits the width of a pass.
+# To limit the width of a pass, the heuristic schedule drafts at most this multiple of `num_assistant_tokens`.
 _GROWTH = 2
 
 
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after each row has been extended by `accepted int32[B]` drafted tokens and one more."""
+        """Return the state after appending `accepted int32[B]` drafted tokens and one more token to each row."""
         ...
 
 
@@ -63,7 +63,7 @@ def drafter_of(run: Run) -> Drafter:
 class PromptLookup:
     """Drafter that copies what follows an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
 
-    It finds the longest n-gram at the end of the row that also occurs earlier, and uses its first occurrence.
+    It finds the longest n-gram that ends the row and also occurs earlier, and copies from its first occurrence.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
@@ -97,7 +97,7 @@ class DraftState:
 class DraftModel:
     """Drafter that uses the model of `run.draft`, like `AssistedCandidateGenerator`.
 
-    It applies the processors, warpers, stopping rules and random numbers of the run.
+    It uses the processors, warpers, stopping rules and random numbers of the run.
     """
 
     def begin(self, run: Run, rows: Rows) -> DraftState:
@@ -111,7 +111,7 @@ class DraftModel:
         return DraftState(read.cache.grow(run.capacity), wanted)
 
     def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
-        """Draft the wanted number of tokens for each row, or fewer if it ends or the draft model is not confident."""
+        """Draft the wanted number of tokens for each row, or fewer if the row ends or the draft model is unsure."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
         threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length
@@ -158,7 +158,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
     def compare(size, carry):
         found, same, before = carry
-        # `same` is True in column c if the `size` tokens before it equal the row's last `size` tokens.
+        # `same` is True in column c if the `size` tokens before column c equal the row's last `size` tokens.
         token = jnp.take_along_axis(ids, jnp.maximum(length - size, 0)[:, None], axis=1)
         before = jnp.roll(before, 1, axis=1)
         same &= (column >= size) & (before == token) & (length >= size)[:, None]
@@ -187,7 +187,7 @@ def _width(run: Run) -> int:
 
 
 def _within(run: Run, count: int) -> int:
-    """Limit `count` to the number of tokens that a row can generate after its first, but return at least 1."""
+    """Limit `count` to the number of tokens that a row can generate after its first token, but return at least 1."""
     return max(min(count, run.capacity - 1), 1)
 
 
@@ -205,7 +205,7 @@ def _known(drafting: Run, ids: jax.Array) -> jax.Array:
 
 
 def _resized(logits: jax.Array, vocab: int) -> jax.Array:
-    """Resize the draft model's logits to the model's vocabulary, `[B, vocab]`, which may be padded differently."""
+    """Resize the draft model's logits to `[B, vocab]`, because the model's vocabulary may be padded differently."""
     missing = max(vocab - logits.shape[1], 0)
     return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 

@@ -119,7 +119,7 @@ _CALLED: dict[int, HostCalls] = {}
 
 
 class HostCalls:
-    """A function that compiled programs call by its number, which serves as an id.
+    """A host function that compiled programs refer to by number.
 
     In an eager call of generate(), an exception in the function is stored in `error` and every row ends. The number is
     released at the end of the call. Under the caller's jit, the number is part of the program and stays valid, and an

@@ -36,7 +36,7 @@ class ModelInputs:
         inputs_embeds: `[streams * rows, T, D]` instead of ids, or None.
         position_ids: int32[streams * rows, T], or None to use each token's index in its row.
         key_mask: bool[streams * rows, W], the tokens of the row that may be attended to, or None for all.
-        adapter: int32[streams * rows], the adapter of each row, or None for none.
+        adapter: int32[streams * rows], the adapter of each row, or None without adapters.
     """
 
     mask: jax.Array
@@ -52,7 +52,7 @@ class ModelInputs:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns starting at `first`, int32[] or int32[rows]. Columns past the end are masked."""
+        """Return `size` columns from `first` (int32[] or int32[rows]) on. Columns past the end are masked."""
         if first.ndim:
             column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
             within = column < self.mask.shape[1]
@@ -132,7 +132,7 @@ def run_model(
 
 
 def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
-    """Return the inputs for `tokens`, which the hook may change, and the rows with the hook's new state.
+    """Return the inputs for `tokens`, as changed by the hook, and the rows with the hook's new state.
 
     The arguments are as in `run_prompts`.
     """

@@ -18,7 +18,7 @@ from jaxgen.shapes import repeat_rows, take
 
 
 class GroupBeamSearch(BeamSearch):
-    """Diverse beam search. Each prompt has one search per group, in consecutive rows."""
+    """Diverse beam search. Each prompt has one search per group, and its searches are in consecutive rows."""
 
     def beams_per_search(self, run: Run) -> int:
         """Return the number of beams per group, k."""

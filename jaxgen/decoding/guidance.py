@@ -61,7 +61,7 @@ def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
 
 
 def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
-    """Return a cache with the rows of `kv`, repeated for all prompts, and an empty row for each negative prompt."""
+    """Return a cache with the rows of `kv`, repeated for all prompts, then an empty row for each negative prompt."""
     return jax.tree.map(lambda x: pad_axis(x, 0, 2 * prompts), kv.expand(prompts // kv.rows))
 
 

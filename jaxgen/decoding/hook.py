@@ -16,7 +16,7 @@ class StepInputs:
     """Inputs of the model in a step: all tokens of the prompts in the first step, and one token per row after that.
 
     Attributes:
-        ids: int32[rows, T], the tokens; read-only, because the model reads `inputs_embeds`.
+        ids: int32[rows, T], the tokens; read-only, because the model reads `inputs_embeds` instead.
         inputs_embeds: `[rows, T, D]`, the embeddings of the tokens.
         position_ids: int32[rows, T], the positions of the tokens, for RoPE.
         attention_mask: bool[rows, W], the tokens of the row that may be attended to, starting with its first token.
@@ -52,9 +52,9 @@ class StepHook:
 
     Hooks replace transformers' `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. Override
     the methods that you need with pure functions. The state can be any pytree in which the first axis of every array is
-    the rows, so that it can be repeated and reordered with them. The first step has one row per prompt, and later steps
+    the rows. The arrays are repeated and reordered like rows. The first step has one row per prompt, and later steps
     have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With `slots`,
-    there are rows for a few prompts during prefill, for one sequence when it enters, and then for all slots.
+    there are rows for a few prompts during prefill, for one sequence when it enters a slot, and then for all slots.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

@@ -1,4 +1,4 @@
-"""A journal of new tokens and ended rows in chronological order, which the host reads periodically."""
+"""A chronological journal of new tokens and ended rows. The host reads it periodically."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Journal:
 
 
 def _logprobs(rows: Rows) -> list[jax.Array]:
-    """Return the log-probability columns for the newest token of each row, int32[rows] each."""
+    """Return the log-probability columns for the newest token of each row, each as int32[rows]."""
     assert rows.logprobs is not None
     column = jnp.maximum(rows.history.step - 1, 0)
     newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), rows.logprobs)

@@ -29,8 +29,8 @@ class LogProbs:
         top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at each position, in
             descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
-        is_greedy: bool[B, L], True if greedy search would choose the token: it is the most likely one, or in a tie the
-            one with the lowest id. False where `logprobs` is 0 by definition. None in the output of `generate`.
+        is_greedy: bool[B, L], True if greedy search would choose the token: the most likely one or, in a tie, the one
+            with the lowest id. False where `logprobs` is 0 by definition. None in the output of `generate`.
     """
 
     logprobs: jax.Array | None
@@ -155,7 +155,7 @@ def _column_before(mask: jax.Array) -> jax.Array:
 def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
     """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`.
 
-    They are 0 where `predicted bool[...]` is False.
+    The log-probabilities are 0 where `predicted bool[...]` is False.
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around

@@ -1,7 +1,7 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
 A mode consists of pure functions on a state of its own (`Mode`). A step may append any number of tokens to each row,
-reorder rows or replace them. No token runs through the model twice. Only contrastive search reads a row's last token.
+reorder rows, or replace rows. No token runs through the model twice. Only contrastive search reads a row's last token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxgen.shapes import repeat_rows, resize_axis
 
 
 class Mode(abc.ABC):
-    """Base class of decode modes, which determine how rows are extended. Each mode is in a separate file.
+    """Base class of decode modes. A mode determines how rows are extended, and is in a separate file.
 
     The state of a mode is a pytree with an attribute `finished`, bool[], True when no row needs another step.
 
@@ -67,11 +67,11 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read. It may include the first token of each row."""
+        """Return the state after the prompts have been read. The state may include each row's first token."""
 
     @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:
-        """Return the state after one more step, which appends any number of tokens to each row."""
+        """Return the state after one more step. A step may append any number of tokens to each row."""
 
     @abc.abstractmethod
     def finish(self, run: Run, state: Any) -> Decoded:
@@ -182,7 +182,7 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Drop the rows that pad the batch for the mesh, but leave them in the keys and values."""
+    """Drop the rows that pad the batch for the mesh, except from the keys and values."""
     tokens, count = run.cut((continuation.tokens, continuation.count))
     tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
@@ -255,9 +255,9 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
 
 
 def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
-    """Return the ids of all tokens of each prompt, int32[B, W], and their number, int32[B]. Cached tokens come first.
+    """Return each prompt's tokens, int32[B, W], and the number of tokens, int32[B]. Cached tokens come first.
 
-    The ids are None if the ids of the cached tokens are not known.
+    The first value is None if the ids of the cached tokens are not known.
     """
     prompts = prompt.ids.shape[0]
     count = repeat_rows(given.count, prompts)

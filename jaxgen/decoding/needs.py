@@ -1,4 +1,4 @@
-"""Requirements of a decode mode, which the shared loop reads."""
+"""Requirements that a decode mode declares to the shared loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Needs:
 
     Attributes:
         sequences: the number of rows in the loop per prompt.
-        candidates: the number of tokens per row and step that the model reads before one of them is chosen.
+        candidates: the number of tokens per row and step that the model reads before one is chosen.
         layer_states: the mode reads the hidden states of all layers at each row's last token.
         final_states: the mode reads the last layer's normed hidden states of all tokens.
     """

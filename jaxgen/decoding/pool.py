@@ -29,7 +29,7 @@ _CHUNK = 128  # the same for one prompt; `prefill_chunk_size` overrides it
 
 @flax.struct.dataclass
 class Pool:
-    """R places for prompts. Each pass reads the next chunk of prompts that have not been fully read.
+    """R places for prompts. Each pass reads the next chunk of one or all prompts that have not been fully read.
 
     The number of places and the size of a chunk depend only on the prompts' width, `slots`, `prefill_chunk_size` and
     the mesh. Other prompts therefore do not affect how a prompt is read.
@@ -42,7 +42,7 @@ class Pool:
         inputs: all tokens of the prompts.
         rows: one row per place, before any token is generated.
         logits: float32[streams * R, 1, V], at the last token of each prompt that has been fully read.
-        states: the hidden states of all layers at this token; see `Forward`.
+        states: the hidden states of all layers at the same token; see `Forward`.
         cache: a cache of the tokens read so far.
         keep: int32[R, J], the places where chunks of each prompt are stored; see `Places`. None without a store.
         store: the store of prefixes, with a row for each chunk; or None.
@@ -68,7 +68,7 @@ class Pool:
             run: the constants.
             queue: the waiting prompts.
             most: the maximum number of places.
-            stored: the number of chunks that the store has space for; 0 for no store.
+            stored: the capacity of the store of prefixes, in chunks; 0 for no store.
         """
         chunk = chunk_size(run.cfg, _width(queue.request))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))
@@ -131,17 +131,17 @@ class Pool:
             read=jnp.where(of_streams, cache.length - before, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
-            # Erase the previous prompt's keys and values, because a NaN would spread even if nothing attends to it.
+            # Erase the previous prompt's keys and values, because a NaN would spread even from masked slots.
             cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
             keep=keep,
         )
         return pool, queue.drop(jnp.sum(given, dtype=jnp.int32))
 
     def read_chunk(self, run: Run) -> Pool:
-        """Read the next chunk of each prompt that has one.
+        """Read the next chunk of each prompt that has not been fully read.
 
-        Prompts are read one at a time, so that no time is spent on empty places. On a mesh, which divides the places,
-        all prompts are read at once.
+        Prompts are read one at a time, so that no time is spent on empty places. A mesh divides the places, so on
+        a mesh, all prompts are read at once.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -155,7 +155,7 @@ class Pool:
         return lax.while_loop(lambda carry: jnp.any(carry[1]), read_next, carry)[0]
 
     def _read_places(self, run: Run, places: jax.Array) -> Pool:
-        """Read the next chunk of the prompts in `places int32[n]`."""
+        """Read the next chunk of the prompts at the indices `places int32[n]`."""
         at = guidance.rows_of_cache(run.cfg, places, self.number.shape[0])
         inputs, read = jax.tree.map(lambda x: x[at], (self.inputs, self.read))
         chunk = chunk_size(run.cfg, inputs.mask.shape[1])
@@ -186,7 +186,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt in `place int32[1]`. Taking the last sequence empties the place."""
+        """Take the next sequence of the prompt at index `place`, int32[1]. The last sequence empties the place."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
@@ -197,7 +197,7 @@ class Pool:
 
 
 def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the inputs and rows of a request's prompts at `prompts int32[R]`, and the cache before they are read."""
+    """Return the inputs and rows of the prompts at the indices `prompts int32[R]`, and their initial cache."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
     if run.extensions.hook is not None:

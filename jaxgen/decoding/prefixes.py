@@ -34,7 +34,7 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Fill an empty cache of R rows with the chunks at places `have int32[R, J]` of the store."""
+    """Fill an empty cache of R rows with the chunks at the places `have int32[R, J]` of the store."""
     rows, chunks = have.shape
     known = have != NOWHERE
     width = chunks * store.slots

@@ -24,7 +24,7 @@ class LayerRecording(RowState):
     Attributes:
         prefill: one array per layer: hidden states `[B, P, D]` or attention weights float32[B, A, P, P].
         decode: one array per layer: `[N - 1, rows, D]` or float32[N - 1, rows, A, P + N]. The first step, which reads
-            the prompt, is not included. Steps that a row never took are zero. Inside the loop, the first two axes are
+            the prompt, is not included. Steps not taken contain zeros. Inside the loop, the first two axes are
             swapped: `[rows, N - 1, ...]`.
     """
 
@@ -38,7 +38,7 @@ class LayerRecording(RowState):
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
 
-        Columns that rounding up added on the left are removed. For attention weights, whose last axis is also columns,
+        Columns added on the left by rounding up are removed. For attention weights, whose last axis is also columns,
         `tokens` is the number of generated tokens to keep on that axis; otherwise, it is None.
         """
         bucket = self.prefill[0].shape[-2]
@@ -64,7 +64,7 @@ def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. If the mask has fewer, the extra tokens come first.
+        length: int32[B], the number of prefilled tokens. If the mask has fewer tokens, the extra ones come first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -129,7 +129,7 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values for the `step`-th token of each live row, which is in `column` of the output.
+        """Record the layers' values for the `step`-th token of each live row, found in `column` of the output.
 
         `offset` is the number of slots in the cache's prefix. If it is 0, the generated tokens follow the prompt.
         """

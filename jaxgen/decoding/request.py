@@ -14,7 +14,7 @@ from jaxgen.decoding.rng import prompt_keys
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.shapes import repeat_rows
 
-Array = Any  # jax.Array inside a program, np.ndarray before
+Array = Any  # np.ndarray while a call is prepared, jax.Array inside a program
 
 
 @flax.struct.dataclass
@@ -31,7 +31,7 @@ class Request:
         unusual: bool[B], True for prompts with options that are not in `Run.usual`; None without `Run.usual`.
         logged: bool[B], True for prompts whose log-probabilities are recorded; None for all.
         key: a single key, `key[B]`, or None for greedy search.
-        cache: a cache of the tokens before the prompts, with B rows or a divisor of B, or None.
+        cache: a cache of the tokens before the prompts, or None. The number of its rows is B or a divisor of B.
         embeds: `[B, P, D]`, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.
@@ -57,7 +57,7 @@ class Request:
         return dataclasses.replace(selected, cache=self.cache)
 
     def complete(self) -> Request:
-        """Return the request with one entry per prompt in every array except those of the cache.
+        """Return the request with one entry per prompt in every array except the cache's arrays.
 
         Prompts can then be selected by indexing each array.
         """

@@ -23,7 +23,7 @@ class RowState:
     def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
         """Map the arrays of sequences. Without `of_prompts`, the arrays of prompts stay unchanged.
 
-        The functions also receive the arrays of `others`, which have the same structure.
+        The functions also receive the arrays of `others`, which have the same structure as `self`.
         """
         return _map((self, *others), of_sequences, of_prompts)
 

@@ -77,7 +77,7 @@ class Rows(RowState):
         Args:
             run: the constants.
             request: the prompts, complete.
-            known: the tokens of each prompt whose ids are known, including those in the cache.
+            known: each prompt's tokens with known ids, including tokens in the cache.
             cache_ids: int32[B, W]; see the attribute.
             total: int32[B], the number of tokens of each prompt, including those without known ids.
         """
@@ -131,27 +131,27 @@ class Rows(RowState):
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def sequence(self, number: jax.Array) -> Rows:
-        """Return the sequence at index `number int32[rows]` of each row, with the key that `fork` gives it."""
+        """Return the sequence at index `number int32[rows]` of each row, with the same key as in `fork`."""
         keys = None if self.keys is None else jax.vmap(jax.random.fold_in)(self.keys, number)
         return dataclasses.replace(self, keys=keys)
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
         """Return the state with row `rows[i]`, int32[rows], in place of row i. Both rows must have the same prompt.
 
-        The rows consist of `groups` equal parts, and each row is replaced by one from its part; see `shapes.take`.
+        The rows consist of `groups` equal parts, and each row is replaced by a row of the same part; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
-        """Return the rows at `rows int32[n]` and their prompts' arrays. No two rows may have the same prompt."""
+        """Return the rows `rows int32[n]` and the arrays of their prompts. No two rows may have the same prompt."""
         return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[source.count].
 
         Indices of `count` or more are ignored; the others must be distinct. `source` must have the same structure
-        and sizes. If prompts have several sequences, those of a prompt must all be replaced, in order, by those of a
-        different prompt, because their shared state is replaced too.
+        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced, in order, by all
+        sequences of a different prompt, because the state that they share is replaced too.
         """
         # Each dropped row gets a different index, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
@@ -210,7 +210,7 @@ class Rows(RowState):
             return rows.end(added, first_reason(**stops, **ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the new states of the grammar and the stop strings, and which rows end: bool[rows] for each reason."""
+        """Return the new states of the grammar and the stop strings, and which rows end for each reason, bool[rows]."""
         grammar, stop_strings = self.history.grammar, self.stop_strings
 
         def read() -> tuple[Any, Any, dict[str, Any]]:
@@ -235,7 +235,7 @@ class Rows(RowState):
         return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
-        """Set the `reason int32[rows]` of the rows in `mask bool[rows]`. Any reason except NONE ends the row."""
+        """Set the `reason int32[rows]` of rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""
         reasons = jnp.where(mask, reason, self.reasons)
         history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
         return dataclasses.replace(self, history=history, reasons=reasons)
@@ -258,7 +258,7 @@ class Rows(RowState):
         return dataclasses.replace(self, logprobs=logprobs)
 
     def all_tokens(self, capacity: int) -> jax.Array | None:
-        """Return the ids of all tokens of each row in order, int32[rows, W + capacity], or None if not known."""
+        """Return the ids of all tokens of each row in order, int32[rows, W + capacity]; None if they are not known."""
         if self.cache_ids is None:
             return None
         before, history = repeat_rows(self.cache_ids, self.count), self.history

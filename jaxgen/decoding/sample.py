@@ -1,4 +1,4 @@
-"""Greedy search and sampling: one token per row and step, chosen from the row's scores."""
+"""Greedy search and sampling, which choose one token per row and step from the row's scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK = 512
 
 @flax.struct.dataclass
 class Selection:
-    """The next token of each row, and the scores from which it was chosen.
+    """The next token of each row, and the scores from which the token was chosen.
 
     Attributes:
         token: int32[rows], the chosen tokens.
@@ -70,7 +70,7 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of rows that are already sequences and do not share the slots of their prompts."""
+        """Choose the first token of rows that are already sequences, each with its own slots for the prompt."""
         rows, read = prefilled.rows, prefilled.read
         # With all slots in one array, a step needs fewer but larger matrix products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
@@ -97,7 +97,7 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-        """Choose a token for each row from one column of the model's output, and append it to the live rows."""
+        """Choose a token for each row from one column of the model's output, and append the tokens to the live rows."""
         logits, scores, rows = observe(run, rows, read, column, live)
         return append(run, rows, live, logits, process(run, rows, scores))
 
@@ -111,13 +111,13 @@ class Sample(Mode):
 
 
 def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
-    """Choose a token from the processed `scores float32[rows, V]` of each row, and append it to the live rows."""
+    """Choose a token for each row from the processed `scores float32[rows, V]`. Append the tokens to the live rows."""
     choice = choose(rows, scores)
     return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
-    """Record the layers' values for the newest token of each live row, which is in `column` of the model's output.
+    """Record the layers' values for the newest token of each live row, found in `column` of the model's output.
 
     `offset` is the number of slots in the cache's prefix.
     """
@@ -165,7 +165,7 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    First, a block of tokens is drawn according to its probability, then a token within it. The distribution is the
+    First, a block of tokens is drawn according to its probability, then a token of that block. The distribution is the
     same, but random numbers are needed only for the blocks and the tokens of one block, not for the whole vocabulary.
 
     Args:
@@ -199,8 +199,8 @@ def draw_distinct(
         mesh: the mesh over which V is divided, or None.
 
     Returns:
-        The scores float32[S, most] of the entries in the order in which they were drawn, -inf after the last, and their
-        indices int32[S, most] into k * V.
+        The scores of the entries in the order drawn, float32[S, most], -inf after the last entry, and the indices of
+        the entries into k * V, int32[S, most].
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

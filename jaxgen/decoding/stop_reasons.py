@@ -15,7 +15,7 @@ import jax.numpy as jnp
 class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
-    If several reasons apply, the first wins. If no token could be chosen, however, that failure is reported. NO_TOKEN,
+    If several reasons apply, the first wins. A failure to choose a token, however, takes precedence. NO_TOKEN,
     NOT_A_NUMBER and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
     the row ends without the token, and only its stop reason shows the failure.
     """

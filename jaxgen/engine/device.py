@@ -37,7 +37,7 @@ class Loop:
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
-        stored: the number of chunks of prefixes that the store has space for; 0 for no store.
+        stored: the capacity of the store of prefixes, in chunks; 0 for no store.
     """
 
     form: Form
@@ -105,7 +105,7 @@ class Device:
         """Create the state, with all slots free."""
         self._no_arrivals = self._placed(no_arrivals, params)
         state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-        # Commit the state, like those that chunks return, because otherwise a second program would be compiled.
+        # Commit the state, like the states that chunks return, because otherwise a second program would be compiled.
         self._state = self._placed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:

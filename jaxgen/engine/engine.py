@@ -45,7 +45,7 @@ class Engine:
     other prompts or on when they arrive. docs/engine.md lists the exact guarantees.
 
     If the parameters are divided over several processes, each process must create the engine, with the same arguments,
-    and close it. Prompts are submitted in process 0, where `leads` is True. The other processes follow it.
+    and close it. Prompts are submitted in process 0, where `leads` is True. The other processes follow process 0.
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
@@ -58,22 +58,22 @@ class Engine:
             all. With fewer options, the program compiles faster. Options that `cfg` turns on are always included.
         tokenizer: the tokenizer for prompts and results as text, and for stop strings.
         most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
-        grammar_states, grammar_classes: the numbers of states and token classes in the table that the grammars of all
+        grammar_states, grammar_classes: the numbers of states and token classes in the table of grammars, which all
             prompts in flight share.
-        stop_states: the number of states in the table of stop strings, which need about one state per byte.
+        stop_states: the number of states in the table of stop strings. A string needs about one state per byte.
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, it must be
             entirely in the answer, as in OpenAI's API.
         id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
-        prefix_cache_bytes: the size limit of the store of prefixes, from which later prompts that start with the same
-            tokens copy keys and values. The default is 256 MB, or less if the prompts of all slots need less. With 0 or
-            a hook, there is no store.
+        prefix_cache_bytes: the size limit of the store of prefixes. A prompt that starts with the same tokens as an
+            earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
+            all slots need less. With 0 or a hook, there is no store.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
         cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `generate`, or an engine does not support an option.
+        InputError, ConfigError, TypeError: as for `generate`, or for an option that an engine does not support.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class Engine:
         """Submit a prompt, and return immediately.
 
         Args:
-            prompt: a list of ids, or a dict with `ids` or `text` and options by name.
+            prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
             on_event: called in the engine's thread with each `Event`. It should return quickly. If it raises an
                 exception, the prompt ends, and the handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
             **options: more options: any option of `GenerationConfig` that can have one value per prompt,
                 `max_new_tokens`, `stop_strings`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a
                 `TokenAutomaton`), `index` (a number that identifies the results and is folded into the key; by default,
-                one more than that of the previous prompt), and `key` (a key for only this prompt).
+                one more than the previous prompt's), and `key` (a key for only this prompt).
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
@@ -228,12 +228,12 @@ class Engine:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.
 
         Args:
-            finish: if True, first answer the prompts that have been sent to the device, and let the others wait. Each
-                answer then depends on only one version of the weights if you call `update_params` during the pause.
+            finish: if True, first answer the prompts that have been sent to the device; the other prompts wait. If you
+                then call `update_params` during the pause, each answer depends on only one version of the weights.
 
         Raises:
             EngineClosed: the engine is closed.
-            InputError: `on_event` called this method, which would wait for itself.
+            InputError: this method was called in `on_event`, and would wait for itself.
         """
         self._refuse_own_thread("pause")
         with self._changed:
@@ -249,7 +249,7 @@ class Engine:
         self._raise_error()
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Resume after `pause`."""
         with self._changed:
             self._paused = self._schedule.holds = False
             self._changed.notify_all()
@@ -266,7 +266,7 @@ class Engine:
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params differ in form from those of the engine: create a new engine for them")
-        # Place them like the present weights, because otherwise a second program would be compiled.
+        # Place the new weights like the present ones, because otherwise a second program would be compiled.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
@@ -277,10 +277,10 @@ class Engine:
             return self._version
 
     def warmup(self) -> None:
-        """Compile the program, so that no prompt has to wait for it. If `leads` is False, do nothing.
+        """Compile the program, so that no prompt has to wait for this. If `leads` is False, do nothing.
 
         Raises:
-            InputError: some prompts have not been answered yet. Call this method before submitting any.
+            InputError: some prompts have not been answered yet. Call this method before submitting prompts.
         """
         self._refuse_own_thread("warmup")
         with self._changed:

@@ -38,14 +38,14 @@ class Prompt:
     Attributes:
         index: a number that identifies the prompt's results, and is folded into the engine's key.
         ids: int32[n], the tokens.
-        budget: the maximum number of tokens in each of its sequences.
+        budget: the maximum number of tokens in each sequence.
         sequences: the number of sequences to generate.
         options: a leaf for each option that the program supports.
         key: the data of the prompt's own key, or None.
         grammar: the automaton that its answers must follow, or None.
         stop_strings: the strings that end its answers, or None.
         logged: True if its results include log-probabilities.
-        top_logprobs: the number of most likely tokens that the log-probabilities include.
+        top_logprobs: the number of most likely tokens to include in the log-probabilities.
         unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
     """
 
@@ -76,7 +76,7 @@ class Form:
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
-        off: the value that turns off each of these options.
+        off: for each of these options, the value that turns it off.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Form:
         """Check a prompt, and return it in the form that the device needs.
 
         Args:
-            given: a list of ids, or a dict with `ids` or `text` and options by name. The dict may also contain `index`,
+            given: a list of ids, or a dict with `ids` or `text`, plus named options. The dict may also contain `index`,
                 `key`, `n` (for `num_return_sequences`) and `allowed`, a `TokenAutomaton`.
-            index: the index of a prompt without `index`.
+            index: the index to use if the prompt does not contain `index`.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or one of its options is invalid or not supported.

@@ -42,8 +42,8 @@ def generate_many(
 
     Args:
         params: the parameters.
-        prompts: the prompts, each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer) and options
-            by name, as for `Engine.submit`. The default of `index` is the prompt's position in the iterable.
+        prompts: the prompts, each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer), plus named
+            options, as for `Engine.submit`. The default of `index` is the prompt's position in the iterable.
         key: the prompt with index i uses `fold_in(key, i)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
@@ -67,9 +67,9 @@ def generate_many(
 
 
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """Yield each sequence as it ends: the prompt's place, the completion, and True for the prompt's last sequence.
+    """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
 
-    At most `most` prompts are in the engine at a time. The engine must accept that many.
+    At most `most` prompts are in the engine at a time. The engine must accept that many prompts.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
@@ -113,7 +113,7 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield the place of each prompt and its completions once all of them have ended."""
+    """Yield each prompt's position together with its completions, once all of its completions have finished."""
     begun: dict[int, list[Completion]] = {}
     for place, completion, is_last in completions:
         begun.setdefault(place, []).append(completion)

@@ -1,4 +1,4 @@
-"""The index of the store of prefixes, which tracks the stored chunks of prompts and their places."""
+"""The index of the store of prefixes. It tracks which chunks of prompts are stored, and in which places."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Claim:
     """The places in the store that a prompt uses.
 
     Attributes:
-        have: the places of the prompt's first chunks, which are copied.
+        have: the places from which the prompt's first chunks are copied.
         keep: the index, name and place of each chunk to store once it has been read.
         epoch: the number of times that the store had been emptied before the claim.
     """
@@ -36,10 +36,10 @@ class Prefixes:
     """Chunks of prompts in a store with a fixed number of places. The least recently used chunks are evicted.
 
     Prompts are loaded onto the device in the order in which they `enter`. A place can therefore be reassigned to a
-    later prompt while earlier prompts have yet to copy from it, because the later prompt writes after they have copied.
+    later prompt before earlier prompts have copied from the place: the later prompt writes only after these copies.
 
     Args:
-        places: the number of chunks that the store has space for; 0 for no store.
+        places: the capacity of the store, in chunks; 0 for no store.
         chunk: the number of tokens in a chunk.
         most: the maximum number of chunks to store per prompt.
     """

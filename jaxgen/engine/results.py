@@ -24,8 +24,8 @@ class Event(NamedTuple):
 
     Attributes:
         sequence: the index of the sequence within the prompt.
-        tokens: the token ids. There is at least one if the sequence has not ended.
-        text: the new text, in whole characters; empty without a tokenizer, and for listeners.
+        tokens: the token ids. There is at least one token if the sequence has not ended.
+        text: the new text, in whole characters; empty without a tokenizer, and in events for listeners.
         stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
@@ -140,9 +140,9 @@ class Handle:
             timeout: the number of seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: the sequences did not end in time; they continue.
-            EngineClosed: the engine was closed before they ended.
-            InputError: `on_event` called this method before they ended, and would wait for itself.
+            TimeoutError: the sequences did not end in time; they keep running.
+            EngineClosed: the engine was closed before the sequences ended.
+            InputError: this method was called in `on_event` before the sequences ended, and would wait for itself.
         """
         if threading.current_thread() is self._thread and not self.done:
             raise InputError("result waits for the engine, so on_event must not call it: call it from another thread")

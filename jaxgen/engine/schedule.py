@@ -140,7 +140,7 @@ class Schedule:
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
     def cancel(self, flight: Flight) -> None:
-        """Cancel a prompt, so that it gets no more results. If it has already ended, do nothing."""
+        """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""
         if flight in self.waiting:
             self.waiting.remove(flight)
         elif self.flying.get(flight.number) is flight:
@@ -185,7 +185,7 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # Wait even if the automaton is already in the table, or the earlier prompt might never get space.
+                # Wait even if the automaton is already in the table, or else the earlier prompt might never get space.
                 state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
@@ -235,11 +235,11 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # an entry has a token or an end, so the prompt has been read
+            if flight.claim is not None:  # every entry has a token or an end, so the prompt has been read
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
-            part = part[part[:, 2] >= 0]  # drop an end without a token
+            part = part[part[:, 2] >= 0]  # drop entries that only end the sequence
             self._tokens += len(part)
             if sequence >= flight.begun:  # sequences begin in order
                 self._begun += sequence + 1 - flight.begun
@@ -272,7 +272,7 @@ class Pace:
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
-        """Adapt to a chunk that ran from `begun` to `ended`, after which `taken` steps have been taken in total."""
+        """Adapt to a chunk that ran from `begun` to `ended`. `taken` is the total number of steps so far."""
         steps, seconds = taken - self._taken, ended - max(begun, self._ended)
         self._taken, self._ended = taken, ended
         if steps > 0:

@@ -17,7 +17,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass
 class _Part:
-    """An automaton in a table, its first state, and the number of prompts that use it."""
+    """An automaton in a table, its first state, and the number of prompts that use the automaton."""
 
     automaton: Any
     first: int
@@ -31,7 +31,7 @@ class Table:
         name: the option that the automata come from.
         states: the number of states that the table has space for.
         free: the automaton for prompts that have none of their own.
-        join: joins automata into one table, given a dict whose keys are their first states in the table.
+        join: returns the joint table, given a dict from each automaton's first state in the table to the automaton.
 
     Attributes:
         joint: the table on the device.
@@ -52,9 +52,9 @@ class Table:
             )
 
     def enter(self, key: Hashable, automaton: Any) -> int | None:
-        """Add a user of an automaton, which joins the table if it is not there yet, and return its initial state.
+        """Register a user of an automaton, and return the automaton's initial state in the table.
 
-        Return None if the table currently has no space for the automaton.
+        If the automaton is not in the table yet, add it; if there is currently no space for it, return None.
         """
         with self._lock:
             part = self._parts.get(key)
@@ -103,7 +103,7 @@ def tables_of(
 
 
 def grammar_table(vocab: int, capacity: tuple[int, int]) -> Table:
-    """Return an empty table of token automata, with space for `capacity` states and classes of tokens.
+    """Return an empty table of token automata, with space for `capacity` (states, classes of tokens).
 
     Prompts without a grammar may generate every token, including special tokens.
     """

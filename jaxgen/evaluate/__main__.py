@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return jaxgen's options, and the remaining words, which are options of the harness."""
+    """Return jaxgen's options, and the remaining words (the harness's options)."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage="%(prog)s --model DIR --tasks NAME ... [options]",

@@ -162,7 +162,7 @@ class JaxgenLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return an answer to each context, cut at the first stop string of the request."""
+        """Return the text generated for each context, cut where the first of the request's stop strings occurs."""
         if not requests:
             return []
         read = [self._read(*request.args) for request in requests]

@@ -56,11 +56,11 @@ def export_engine(
         slots: the number of sequences decoded at a time. A chunk can add at most this many prompts.
         prompt_width: the maximum number of tokens in a prompt.
         platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
-        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They and their arrays become part
-            of the programs.
+        logits_processor, stopping_criteria, hook: as in `generate`; each applies to all prompts. They and their arrays
+            become part of the programs.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `Engine`; or an option needs the host.
+        InputError, ConfigError, TypeError: as in `Engine`, or if an option needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     model_of(cfg)

@@ -25,7 +25,7 @@ class ExportedPrograms:
 
     Attributes:
         description: describes the programs, their inputs and their outputs; stored as description.json.
-        inputs: the default values of inputs by name; stored as inputs.npz.
+        inputs: the default values of the inputs, by name; stored as inputs.npz.
         programs: the programs by name.
     """
 
@@ -34,7 +34,7 @@ class ExportedPrograms:
     programs: dict[str, export.Exported]
 
     def save(self, path) -> None:
-        """Write the file, replacing an existing one."""
+        """Write the file, overwriting any existing file."""
         contents = {name: program.serialize() for name, program in self.programs.items()}
         values = io.BytesIO()
         np.savez(values, allow_pickle=False, **self.inputs)  # pyright: ignore[reportArgumentType]
@@ -88,7 +88,7 @@ def read_description(path) -> dict[str, Any]:
 
 
 def summary(description: dict[str, Any]) -> str:
-    """Return a description as text, which gives the number of parameters but does not list them."""
+    """Return a description as text. The text gives the number of parameters but does not list them."""
     lines = []
     for name, value in description.items():
         if name == "params":

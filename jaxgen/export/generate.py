@@ -60,19 +60,19 @@ def export_generate(
 
     The program's inputs are the prompts, the data of a random key for sampling, and the values of all enabled traced
     options. These can differ between calls. The tokens are the same as from `generate`. `max_new_tokens` is also an
-    input; it is limited to the value in `cfg`, for which memory is reserved.
+    input; it is capped at the value in `cfg`, which sets the size of the arrays.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the program.
-        cfg: the options. An option that has one value per prompt here also has one per prompt in the program.
-        batch: the number of prompts. With None, it can differ between calls; each number is then compiled separately.
+        cfg: the options. Options with one value per prompt here also have one value per prompt in the program.
+        batch: the number of prompts. With None, it can differ between calls; jax compiles once for each number.
         prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They and their
             arrays become part of the program.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `generate`; or an option or argument needs the host.
+        InputError, ConfigError, TypeError: as in `generate`, or if an option or argument needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     _refuse(others)

@@ -71,7 +71,7 @@ def restricted(
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each distinct row's first occurrence, and for each row, which distinct row it equals."""
+    """Return the first index of each distinct row and, for each row, the index of the distinct row that it equals."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -128,7 +128,7 @@ class _Nfa:
         self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
         self.parts: list[str] = []
         self.name = name
-        self.repeated = False  # True inside a large repetition, which messages name instead of its parts
+        self.repeated = False  # True inside a large repetition; messages then name the repetition
 
     def state(self) -> int:
         self.jumps.append([])
@@ -142,7 +142,7 @@ class _Nfa:
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that read an expression from `start`; return the last one. No transition leads back to `start`."""
+        """Add states that read an expression after `start`; return the last state. No move leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -176,7 +176,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item; those after `low` are optional. Without an upper bound, the last copy loops."""
+        """Add copies of the item; after the first `low`, they are optional. If `high` is None, the last copy loops."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()
@@ -197,7 +197,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths through the members: one for before the first member that is present, and one for after it."""
+        """Add two paths through the members: one before the first member that is present, and one after that member."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -230,7 +230,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Return the index of the set of states that are reached by jumps and that read a byte or accept."""
+        """Follow the jumps from `begin`; return the index of the set of reached states that read a byte or accept."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)
@@ -270,7 +270,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
 
 
 def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
+    """Merge states that accept the same strings (Moore): split by acceptance, then by the states after the next byte.
 
     Classes of states are compared by sums of random numbers. If two sums ever collide, or if this takes too long,
     nothing is merged.

@@ -27,7 +27,7 @@ ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has just one schema
 
 
 class Overlaps:
-    """Comparisons between the parts of one schema, which must already have been checked."""
+    """Comparisons between the parts of one schema. The schema must already have been checked."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -143,7 +143,7 @@ def _is_free(schema: Any) -> bool:
 
 
 def _valid_types(schema: dict[str, Any]) -> list[str]:
-    """Return the types of valid values. Without `type`, these are all types, although fewer are generated."""
+    """Return the types of valid values. Without `type`, all types are valid, although fewer are generated."""
     return types(schema) if "type" in schema else list(OF_TYPE)
 
 
@@ -161,7 +161,7 @@ def _below(high: int | None, low: int | None) -> bool:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is the same for values that JSON schemas consider equal: 1 equals 1.0, but not true."""
+    """Return a string that is the same for values that JSON schemas consider equal: 1 equals 1.0, but not true."""
     return json.dumps(_rounded(value), sort_keys=True)
 
 

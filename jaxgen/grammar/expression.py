@@ -16,7 +16,7 @@ SURROGATES = (0xD800, 0xDFFF)
 
 
 class Expression:
-    """A set of texts."""
+    """A set of strings."""
 
     size: int
     height: int
@@ -53,7 +53,7 @@ class Characters(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Text(Expression):
-    """A literal text, in UTF-8."""
+    """A literal string, in UTF-8."""
 
     text: bytes
 

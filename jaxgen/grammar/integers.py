@@ -11,7 +11,7 @@ from jaxgen.grammar.utf8 import Ranges
 def integer_range(low: int | None, high: int | None) -> Expression:
     """Return the expression for the integers from `low` to `high`, inclusive; None means no bound.
 
-    Each integer has one text, without leading zeros; 0 has no sign. The range must not be empty.
+    Each integer has one spelling, without leading zeros; 0 has no sign. The range must not be empty.
     """
     parts: list[Expression | str] = []
     if low is None or low < 0:

@@ -1,6 +1,6 @@
-"""Conversion of a JSON schema to an expression for the texts of its valid values.
+"""Conversion of a JSON schema to an expression for the JSON texts that are valid against the schema.
 
-Anything that an expression cannot represent is rejected, so every text is valid. The converse does not hold: strings
+Whatever an expression cannot represent is rejected, so every generated text is valid. The converse is not true: strings
 have no \\u escapes where another spelling exists, members appear in the schema's order, patterns match whole strings,
 free-form values nest at most two levels deep, and recursive schemas end after `LEVELS` levels. At that depth a
 reference matches nothing, so optional members and items are left out.
@@ -56,7 +56,7 @@ MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 def read_schema(
     schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
 ) -> Expression:
-    """Return the expression for the texts that are valid against a schema, given as a dict or as JSON.
+    """Return the expression for the texts that are valid against `schema`, which is a dict or a JSON string.
 
     docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
     None means "[ ]?". Error messages name a part of the schema by its path from `name`.
@@ -73,7 +73,7 @@ def read_schema(
 
 
 class _Place(NamedTuple):
-    """Location of a schema: its name in messages, the ids of the parts whose references lead to it, and its depth."""
+    """Location of a schema: its name in messages, the ids of the referenced parts that lead to it, and its depth."""
 
     name: str
     refs: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
-# The bounds of numbers, each with a function for the nearest integer that satisfies it.
+# The bounds of numbers, each with a function for the nearest integer that satisfies the bound.
 LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
 UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
 BOUNDS = (*LOWER, *UPPER)
@@ -36,7 +36,7 @@ OF_TYPE = {
 
 
 def plain(schema: dict[str, Any] | str) -> Any:
-    """Return a copy of a schema (a dict or JSON) in which no object occurs twice, and which has no cycles."""
+    """Return a copy of a schema (a dict or JSON). In the copy, no object occurs twice, and there are no cycles."""
     text = schema if isinstance(schema, str) else _dumped(schema)
     if len(text) > LONGEST:
         raise InputError(f"the schema has more than {LONGEST} characters, the supported maximum")
@@ -48,7 +48,7 @@ def plain(schema: dict[str, Any] | str) -> Any:
 
 
 def _dumped(schema: dict[str, Any]) -> str:
-    """Return the JSON of a dict. Stop early if it is too long, for example because of shared objects."""
+    """Return the JSON of a dict. Stop early if the JSON is too long, for example because of shared objects."""
     pieces, size = [], 0
     try:
         for piece in json.JSONEncoder().iterencode(schema):
@@ -74,12 +74,12 @@ def inside(where: str, *names: str | int) -> str:
 
 
 def bare(name: str) -> str:
-    """Return a name for a message, without quotation marks if it is not empty."""
+    """Return a name for a message; only an empty name has quotation marks."""
     return shown(name)[1:-1] or "''"
 
 
 def is_base(name: Any) -> bool:
-    """Return True for an `$id` that names the whole schema: a text without a fragment."""
+    """Return True for an `$id` that names the whole schema: a string without a fragment."""
     return isinstance(name, str) and "#" not in name.removesuffix("#")
 
 

@@ -23,7 +23,7 @@ class References:
         self.steps = 0
 
     def cycle(self, part: Any) -> frozenset[int]:
-        """Return the parts that `part` refers to and that refer back to it, directly or indirectly."""
+        """Return the ids of the parts that `part` refers to and that refer back to `part`, directly or indirectly."""
         if id(part) not in self.cycles:
             others = self._reach(part).items()
             self.cycles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
@@ -63,6 +63,6 @@ class References:
         if name not in self.named:
             try:
                 self.named[name] = target(self.root, name, "")
-            except InputError:  # if this is a reference, it is rejected elsewhere
+            except InputError:  # an invalid reference is rejected elsewhere
                 self.named[name] = None
         return self.named[name]

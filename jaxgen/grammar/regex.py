@@ -1,6 +1,6 @@
 r"""Parser for JavaScript's regular expressions (ECMA 262 with flag u), which JSON schemas also use.
 
-Patterns match whole texts, so anchors are only allowed where they change nothing. Several features are rejected by
+Patterns match whole strings, so anchors are only allowed where they change nothing. Several features are rejected by
 name: those that an automaton cannot represent (look-around, back-references), word boundaries, and syntax that Python,
 Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two features are borrowed from other languages:
 `(?P<name>...)`, and flags at the start, `(?i)` and `(?s)`.
@@ -70,7 +70,7 @@ _LATER = {
 def read_regex(
     pattern: str, where: str = "the pattern", characters: Callable[[Ranges], Expression] = Characters
 ) -> Expression:
-    r"""Parse a pattern, which always matches whole texts.
+    r"""Parse a pattern, which always matches whole strings.
 
     `where` names the pattern in messages; `characters` returns the expression for one character in the given ranges.
 
@@ -103,7 +103,7 @@ class _Reader:
         raise InputError(f"{self.where} {shown(self.pattern)} {reason}, at character {self.place + 1}")
 
     def next(self, text: str) -> bool:
-        """Skip a text if it comes next; return True if it did."""
+        """Skip `text` if it comes next; return True if it did."""
         found = self.pattern.startswith(text, self.place)
         self.place += len(text) * found
         return found
@@ -135,7 +135,7 @@ class _Reader:
         if isinstance(item, Anchor):
             self.refuse(f"repeats {item.sign}")
         low, high = self.bounds()
-        self.next("?")  # a lazy repetition matches the same texts
+        self.next("?")  # a lazy repetition matches the same strings
         if self.place < len(self.pattern) and self.pattern[self.place] in "*+?{":
             self.refuse("repeats a repetition: put it into a group, (?:...)")
         source = self.pattern[start : self.place]
@@ -294,7 +294,7 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors at the ends of the text; `first` and `last` say at which ends the tree is."""
+        """Remove anchors at the pattern's start, if the tree is there (`first`), and at its end (`last`)."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
@@ -311,7 +311,7 @@ class _Reader:
         if isinstance(tree, Alternatives):
             return choice([self.unanchored(item, first, last) for item in tree.items])
         if isinstance(tree, Part | Repeat):
-            self.unanchored(tree.item, False, False)  # in a repetition, an anchor is never at an end
+            self.unanchored(tree.item, False, False)  # no anchor in a repetition is at the pattern's start or end
         return tree
 
 

@@ -3,8 +3,8 @@
 The strings become an Aho-Corasick automaton over bytes, which reads the bytes of each new token. Token and character
 boundaries therefore do not matter, and no states-by-vocabulary table is needed: the tables that depend on the tokenizer
 are built once, and those that depend on the strings are small. Several sets of strings, each with its own automaton,
-share one table, so a row's state alone determines which strings end it. All tables are traced, and the number of states
-is rounded up, so different strings of similar size use the same program.
+share one table, so a row's state alone determines which strings end the row. All tables are traced, and the number of
+states is rounded up, so different strings of similar size use the same program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StopStrings:
     """Automata for sets of stop strings, with one state per row: HF's `StopStringCriteria` on bytes, as in release 5.
 
     A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
-    where it was found one token earlier. It may begin in the prompt. The text of a token is `Tokenizer.token_bytes`: a
+    where it was found one token earlier. A string may begin in the prompt. A token's text is `Tokenizer.token_bytes`: a
     SentencePiece token keeps its space even where `decode` drops it. The text of a special token is its name, so
     "<|im_end|>" can be a stop string. Ids without a token have no text.
 
@@ -47,8 +47,8 @@ class StopStrings:
         offsets: int32[V + 1], the start of each token's bytes in `text`; the last is n.
         goto: int32[S, 256], the state after each byte; zeros in the padding.
         found: bool[S], True if a stop string ends in this state.
-        longest: int32[], the number of bytes in the longest stop string of all sets, which is less than S.
-        start: int32[] or int32[B], the initial state of all prompts, or that of each prompt.
+        longest: int32[], the number of bytes in the longest stop string of all sets, always less than S.
+        start: int32[] or int32[B], the initial state of all prompts, or of each prompt.
         spans_prompt: True if a string may begin in the prompt; static.
     """
 
@@ -70,7 +70,7 @@ class StopStrings:
         Raises:
             ConfigError: there are no strings, or one is empty.
             InputError: no sequence of tokens produces one of the strings.
-            TypeError: `strings` is not a value of the option `stop_strings`.
+            TypeError: `strings` is not a valid value for the option `stop_strings`.
         """
         given = Text().parse("stop_strings", strings)
         sets = [tuple(sorted(set(own or ()))) for own in Text().sets(given)]
@@ -87,7 +87,7 @@ class StopStrings:
     def join(
         cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int | None, *, capacity: int
     ) -> StopStrings:
-        """Combine automata into tables of `capacity` states; the keys of `parts` are their first states.
+        """Combine automata into tables of `capacity` states; the keys of `parts` are the automata's first states.
 
         The result's `start` is 0.
         """
@@ -103,8 +103,7 @@ class StopStrings:
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return the states int32[rows] after the prompts.
 
-        The initial states are `start int32[rows]`. The prompts are the first `length int32[rows]` tokens
-        of `ids int32[rows, W]`.
+        Each row begins in its state `start int32[rows]` and reads `length int32[rows]` tokens of `ids int32[rows, W]`.
         """
         if not self.spans_prompt:
             return start
@@ -117,7 +116,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states int32[rows] after one more token, and bool[rows], True if a stop string ends in it."""
+        """Return the states int32[rows] after one more token, and bool[rows], True if it completes a stop string."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -143,7 +142,7 @@ class StopStrings:
         return jnp.where(byte < 0, state, self.goto[state, jnp.maximum(byte, 0)])
 
     def _last_bytes(self, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the last S > `longest` bytes of each row, int32[rows, S], padded with -1 on the left."""
+        """Return the last S bytes of each row, int32[rows, S], padded with -1 on the left; S > `longest`."""
         width, count = ids.shape[1], self.goto.shape[0]
         held = jnp.arange(width, dtype=jnp.int32)[None, :] < length[:, None]
         start, size = self._span(jnp.where(held, ids, -1))
@@ -170,7 +169,7 @@ class StopAutomaton(NamedTuple):
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. The errors are those of `StopStrings.build`."""
+        """Build the automaton; without strings, it finds nothing. Errors are as in `StopStrings.build`."""
         check_tokenizer(tokenizer)
         patterns = _patterns(strings, _vocabulary(tokenizer, vocab_size).text.tobytes())
         return cls(*_automaton(patterns), max(map(len, patterns), default=0))
@@ -216,7 +215,7 @@ def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return `goto` and `found` of the automaton for a set of strings (Aho and Corasick 1975); state 0 is the start.
 
-    Without strings, it has just one state, which it never leaves.
+    Without strings, the automaton never leaves its only state.
     """
     states = 1 + sum(map(len, patterns))
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
@@ -229,7 +228,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 used += 1
             state = goto[state, byte]
         found[state] = True
-    # A missing transition is inherited from the state of the longest proper suffix. Shorter states come first.
+    # A missing transition is inherited from the state of the longest proper suffix. Shorter strings come first.
     goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:

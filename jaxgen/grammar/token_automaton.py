@@ -37,14 +37,14 @@ _NEVER = 2**30  # the length of the shortest text if there is none
 
 @flax.struct.dataclass
 class TokenAutomaton:
-    """The tokens that may follow in each state, and the states that they lead to.
+    """Table of the tokens that may follow in each state, and of the states that these tokens lead to.
 
     In state -1, the text has left the grammar.
 
     The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
     token with a leading space adds that space, even as the first token, although decoding only the new tokens drops it.
-    A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins with
-    a token without one. Special tokens and ids without a token are not text and are never allowed. Every state that
+    A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise, only a token without
+    a space can come first. Special tokens and ids without a token are not text and are never allowed. Every state that
     tokens lead to has a path to a complete text, so a row never reaches a dead end (except if an eos token is itself
     part of the text).
 
@@ -74,8 +74,8 @@ class TokenAutomaton:
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
         Raises:
-            InputError: the pattern cannot be compiled or matches nothing, or the tokenizer's tokens cannot form any of
-                its texts.
+            InputError: the pattern cannot be compiled or matches nothing, or the tokenizer's tokens cannot form any
+                text that it matches.
             TypeError: `pattern` is not a str, or `tokenizer` is not a `jaxgen.Tokenizer`.
         """
         return cls.from_expression(read_regex(pattern), tokenizer, name="the pattern", vocab_size=vocab_size)
@@ -89,7 +89,7 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton for the JSON texts that are valid against a JSON schema, given as a dict or as text.
+        """Build the automaton for the JSON texts that are valid against a JSON schema (a dict or a string).
 
         Every generated text is valid. docs/constrained.md lists the supported keywords, and the valid texts that are
         not generated.
@@ -125,14 +125,14 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton for texts that begin with a prefix, one prefix per prompt.
 
-        Tokens may spell the prefix in any way, and the token that completes it may extend beyond it. After that, every
+        Tokens may spell the prefix in any way, and the last token may extend beyond the prefix. After that, every
         token is allowed, including special tokens. `vocab_size` is the model's; tokenizer ids beyond it are left out.
 
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
         Raises:
             InputError: the tokenizer's tokens cannot form one of the prefixes, or the prefixes are too long.
-            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` is not a list of texts.
+            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` is not a list of strings or bytes.
         """
         tokens = _tokens(tokenizer, vocab_size)
         is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
@@ -153,9 +153,8 @@ class TokenAutomaton:
     def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: tuple[int, int] | None = None) -> TokenAutomaton:
         """Join one automaton per prompt into one table, with one `start` state per prompt.
 
-        Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
-        `capacity` is the table's number of states and of token classes, with space for automata that will be added
-        later.
+        Prompts that share an automaton (the same object) share its states. All automata must have the same vocabulary.
+        `capacity` is the table's size, (states, token classes); it may include space for automata that are added later.
         """
         if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
             raise TypeError(f"capacity must be a pair, (states, classes of tokens), got {capacity!r}")
@@ -174,9 +173,9 @@ class TokenAutomaton:
 
     @classmethod
     def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
-        """Join automata with the same vocabulary into one table; the keys of `parts` are their first states.
+        """Join automata with the same vocabulary into one table; the keys of `parts` are the automata's first states.
 
-        States between the automata lead nowhere. `start` is that of the first automaton. `capacity` is as in `stack`.
+        States between the automata lead nowhere. `start` comes from the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
         joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # each token's classes, combined
@@ -200,15 +199,15 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states, excluding padding; each of them is accepting or has a transition."""
+        """The number of states, excluding padding; each of these is accepting or has a transition."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
-        """Return the table with one more automaton, and the `start` of that automaton in the table.
+        """Return the table with one more automaton, and that automaton's `start` in the table.
 
         All states keep their indices, and all arrays keep their shapes, so rows in flight continue as before, in the
-        same program. `start` is unchanged. Adding the same automaton again uses more states.
+        same program. The table's `start` is unchanged. Adding the same automaton again uses more states.
 
         Raises:
             InputError: the vocabulary differs, or the capacity is too small.
@@ -230,8 +229,8 @@ class TokenAutomaton:
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
-        `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. They are allowed if and only if the
-        text is complete, regardless of the grammar. In state -1, nothing is allowed.
+        `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. These tokens are allowed if and
+        only if the text is complete, regardless of the grammar. In state -1, nothing is allowed.
 
         `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is then
         allowed only if the text can still be completed in time. If the number was too small from the start, `remaining`
@@ -312,7 +311,7 @@ def _token_table(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Follow every token's bytes from all states at once: return classes int[V] and transitions int32[S, classes].
 
-    Tokens may follow only in states where `followed bool[S]` is True; if it is None, in all states.
+    Tokens may follow only in states where `followed bool[S]` is True; None means all states.
 
     A token is a function from states to states, composed of the functions of its bytes. There are few distinct
     functions, so each token gets the index of its function, and only new pairs of a function and a byte are composed.
@@ -391,7 +390,7 @@ def _padded(
 
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """Return the length of the shortest path from each state to an accepting state; a large number if there is none."""
+    """Return the length of the shortest path from each state to an accepting state; `_NEVER` if there is none."""
     source, target = edges(table)
     length = distances(accepting, target, source)
     return np.where(length < 0, np.int32(_NEVER), length)

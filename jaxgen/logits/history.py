@@ -26,10 +26,10 @@ class History:
         prompt_length: int32[rows], the number of prompt tokens.
         budget: int32[rows], the maximum number of tokens to generate.
         done: bool[rows], True for finished rows, to which no tokens are appended.
-        unknown: int32[rows], the number of prompt tokens whose ids are unknown because they were given as embeddings.
+        unknown: int32[rows], the number of prompt tokens that were given as embeddings, so their ids are unknown.
         seen: bool[rows, V], True for the tokens in `ids`; None if no option needs it.
         prompt_seen: bool[rows, V], True for the tokens of the prompt; None if no option needs it.
-        grammar: int32[rows], the state of the token automaton; None without one.
+        grammar: int32[rows], the state of the token automaton; None if there is no automaton.
         chosen: int32[rows, n], the tokens that earlier groups of beams chose in this step; None if there are no groups.
     """
 
@@ -57,9 +57,9 @@ class History:
         unknown: jax.Array | int = 0,
         options: Collection[str] = (),
     ) -> History:
-        """Start from the first `length int32[rows]` tokens of `ids int32[rows, W]`; W includes space for `budget` more.
+        """Start with the first `length int32[rows]` tokens of each row of `ids int32[rows, W]`.
 
-        State is created only for options that are on in `cfg` or named in `options`.
+        W has space for `budget` new tokens. State is created only for options on in `cfg` or named in `options`.
         """
         seen = None
         needs_seen = cfg.on("repetition_penalty") or "repetition_penalty" in options
@@ -86,13 +86,13 @@ class History:
 
     @property
     def total_length(self) -> jax.Array:
-        """The number of tokens in each row (also counting those without known ids), int32[rows]."""
+        """The number of tokens in each row, including tokens with unknown ids, int32[rows]."""
         return self.length + self.unknown
 
     def push(self, tokens: jax.Array, live: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
         """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the others unchanged.
 
-        `allowed` is the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
+        `allowed` is the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end the text.
         """
         width = self.ids.shape[1]
         seen, grammar = self.seen, self.grammar

@@ -1,9 +1,9 @@
 """Order statistics of scores without sorting them.
 
-Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only one value, a threshold. It
-is usually one of the highest scores, which can be found in a few passes. Otherwise, bisection finds it exactly: floats
-are mapped to integers in the same order, and the bits of the threshold are determined one by one, from the highest
-down, each in one pass over the scores.
+Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only a threshold. This
+threshold is usually one of the highest scores, which can be found in a few passes over the scores. Otherwise, bisection
+finds it exactly: floats are mapped to integers in the same order, and each pass over the scores determines one bit of
+the threshold, starting with the highest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ON_A_MESH = 64  # candidates exchanged per device
 
 
 def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return each row's highest scores in descending order, float32[rows, C] with C at most `CANDIDATES`."""
+    """Return each row's highest scores in descending order, as float32[rows, C]; C is at most `CANDIDATES`."""
     count = CANDIDATES if mesh is None else ON_A_MESH
     return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
 
@@ -41,7 +41,7 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 
 
 def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
-    """Return the largest `bits`-bit number that satisfies a condition in each row, as uint32[rows].
+    """Return, for each row, the largest `bits`-bit number that satisfies a condition, as uint32[rows].
 
     `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller numbers. If
     it is false for all numbers, the result is 0.

@@ -1,4 +1,4 @@
-"""Composition of the processors and warpers that a config enables into one transform.
+"""Composition of a config's enabled processors and warpers into one transform.
 
 Each option is implemented by the function of the same name in `processors` or `warpers`. The functions run in the order
 of the records in `jaxgen.config.options`, which is transformers' order.
@@ -68,7 +68,7 @@ def build_transform(
         processed = scores = _apply(steps, history, scores)
         if not draws or not (warping or renormalizing):
             return scores
-        # A warper could remove a NaN like any other token, and a traced temperature may be 0.
+        # A warper could remove a token whose score is NaN like any other, and a traced temperature may be 0.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
         if cfg.on("temperature"):
             invalid |= ~(options.number("temperature") > 0)

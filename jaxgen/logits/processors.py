@@ -1,7 +1,7 @@
 """Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
-They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
-and -inf for banned tokens. `history` contains the rows' tokens, and `options` the config's values per row. Each
+They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V];
+a banned token has the score -inf. `history` contains the rows' tokens, and `options` the config's values per row. Each
 processor follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add one.
 
 Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
@@ -44,7 +44,7 @@ def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) 
 
 
 def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Multiply positive scores of the prompt's tokens by the penalty, and divide negative ones by it.
+    """Multiply positive scores of the prompt's tokens by the penalty, and divide negative scores by it.
 
     `EncoderRepetitionPenaltyLogitsProcessor`, with the prompt as the encoder's input.
     """
@@ -54,7 +54,7 @@ def encoder_repetition_penalty(scores: jax.Array, history: History, options: Row
 
 
 def repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Divide positive scores of the row's tokens by the penalty, and multiply negative ones by it.
+    """Divide positive scores of the row's tokens by the penalty, and multiply negative scores by it.
 
     `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858).
     """
@@ -175,7 +175,7 @@ def renormalize_logits(scores: jax.Array, history: History, options: RowOptions)
 
 
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return log-probabilities moved away from those of the negative prompt by `scale`; 1 changes nothing.
+    """Return log-probabilities, moved away from the negative prompt's by `scale`; a scale of 1 changes nothing.
 
     `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalized. A token that is
     -inf in `cond` stays -inf; a token that is -inf only in `uncond` keeps its log-probability.

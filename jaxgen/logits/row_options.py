@@ -13,7 +13,7 @@ from jaxgen.config.options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
 
-# Values of the enabled options, `{name: [rows, ...]}`. They are part of a row's state, as its tokens are.
+# Values of the enabled options, `{name: [rows, ...]}`. They are part of the rows' state, like the tokens.
 OptionValues = dict[str, Any]
 
 
@@ -23,7 +23,7 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
-    """Repeat values to `rows` rows; each is given once for all prompts or once per prompt."""
+    """Repeat values to `rows` rows; each value is given once for all prompts or once per prompt."""
     return {
         name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
         for name, value in values.items()
@@ -69,7 +69,7 @@ class RowOptions:
         return 1 + jnp.maximum(count, 1)[:, None]
 
     def beginning(self, history: History) -> jax.Array:
-        """Return the first step in which no token is forced, int32[rows]; begin_suppress_tokens applies to it."""
+        """Return the first step in which no token is forced, int32[rows]; begin_suppress_tokens applies there."""
         begin = jnp.zeros_like(history.length)
         if self.cfg.on("forced_bos_token_id"):
             forced = (history.prompt_length <= 1) & (self.value("forced_bos_token_id") >= 0)
@@ -82,7 +82,7 @@ class RowOptions:
         return begin
 
     def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens that forced_decoder_ids forces next, bool[rows, V], and the rows with one, bool[rows]."""
+        """Return the tokens that forced_decoder_ids forces next, bool[rows, V], and the rows with any, bool[rows]."""
         forced = self.values["forced_decoder_ids"]
         here = forced[..., 0] == history.length[:, None]
         # If several entries have the same position, the last one wins, as in a dict.

@@ -1,7 +1,7 @@
-"""Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
+"""Logits warpers: functions `(scores, value) -> scores` that shape the distribution for sampling.
 
-Each is named after its option. Scores are float32[rows, V], and -inf for tokens that cannot be drawn. The value is
-`[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, or None if they are on one device.
+Each function is named after its option. Scores are float32[rows, V]; a token that cannot be drawn has the score -inf.
+The value is `[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, or None on one device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxgen.shapes import put
 
 
 def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `scores / value`: `TemperatureLogitsWarper`. Below 1e-30, where scores would overflow, 1e-30 is used."""
+    """Return `scores / value`: `TemperatureLogitsWarper`. A value below 1e-30 counts as 1e-30, to avoid overflow."""
     return scores / jnp.maximum(value, 1e-30)
 
 
@@ -60,7 +60,7 @@ def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
 
 
 def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return the lowest score that top_k keeps, float32[rows, 1]; `best` are the `candidates` of the scores."""
+    """Return the lowest score that top_k keeps, float32[rows, 1]; `best` is the result of `candidates`."""
     vocab = scores.shape[-1]
     k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
     known = (k <= best.shape[-1]) | (k == vocab)
@@ -76,7 +76,7 @@ def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: i
 
 
 def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return the result of `top_p`; `best` are the `candidates` of the scores."""
+    """Return the result of `top_p`; `best` is the result of `candidates`."""
     rows, vocab = scores.shape
     at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
     size = best.shape[-1]
@@ -104,10 +104,11 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
 def _boundary(
     scores: jax.Array, weights: jax.Array, rest: jax.Array, at_least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score top_p keeps, float32[rows, 1], and how many tokens with it are kept, int32[rows, 1].
+    """Return the lowest score that top_p keeps, and how many of the tokens with that score are kept.
 
-    The least likely tokens are removed as long as their total weight is at most `rest float32[rows, 1]`. The weight of
-    the kept tokens cannot decide this: near p = 1, its rounding error is too large, and it may never reach p.
+    The results are float32[rows, 1] and int32[rows, 1]. The least likely tokens are removed as long as their total
+    weight is at most `rest float32[rows, 1]`. The weight of the kept tokens cannot decide this: near p = 1, the
+    rounding error of that sum is too large, and the sum may never reach p.
     """
     bits = ordered_bits(scores)
 
@@ -131,16 +132,16 @@ def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array =
 
 
 def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Keep the tokens whose surprise is closest to its expected value, until their total probability reaches `mass`.
+    """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
-    `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all are
-    kept. Among the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
+    `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
+    tokens are kept. Among the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
-    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # same order as the distances, which are not negative
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # the bits sort like the distances, because none is negative
 
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
@@ -169,11 +170,11 @@ def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | j
 
 
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
+    """Keep the most likely tokens whose entropy is at most `value` times the entropy of the 100 most likely tokens.
 
-    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of terms of the same entropy, that of
-    the distribution over these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity
-    keeps all tokens.
+    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of `-p * log(p)`, where p is a token's
+    probability among these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity keeps
+    all tokens.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)

@@ -26,8 +26,8 @@ from jaxgen.errors import InputError
 def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig) -> jax.Array:
     """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with jaxgen's own green lists.
 
-    "selfhash" tries every token of the vocabulary, whereas transformers tries only the 40 most likely ones, a shortcut
-    that this hash does not need. Every green token that sampling may draw is therefore marked, as in the paper.
+    "selfhash" tries every token of the vocabulary, whereas transformers tries only the 40 most likely tokens. This hash
+    does not need that shortcut. Every green token that sampling may draw is therefore marked, as in the paper.
 
     Args:
         scores: float32[rows, V].
@@ -56,7 +56,7 @@ def green(context, token, config: WatermarkingConfig):
     if config.seeding_scheme == "lefthash":
         seed = _hash(key, context[..., -1])
     else:
-        # The smallest hash of a pair decides, so most edits of other tokens in the window have no effect.
+        # The smallest hash of a pair decides, so most edits to other tokens in the window have no effect.
         least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
         seed = _hash(_hash(key, token), token)
         for back in range(1, config.context_width):
@@ -83,7 +83,7 @@ class WatermarkDetectorOutput:
 
     Attributes:
         num_tokens_scored: int64, the number of tokens whose whole context is in the row.
-        num_green_tokens: int64, the number of green tokens among them.
+        num_green_tokens: int64, the number of green tokens among the scored tokens.
         green_fraction: float64, the fraction of green tokens.
         z_score: float64, the excess of green tokens over unmarked text, in standard deviations.
         p_value: float64, the probability of such an excess in unmarked text: the tail of the normal distribution.
@@ -111,7 +111,7 @@ class WatermarkDetector:
 
     Args:
         config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
-        bos_token_id: skipped if it is a row's first token.
+        bos_token_id: a token that is skipped at the start of a row.
         ignore_repeated_ngrams: count each pair of context and token only once, so that repetition does not look like a
             mark. (In 4.41.1 this has no effect.)
     """
@@ -138,7 +138,7 @@ class WatermarkDetector:
 
         Args:
             ids: int[B, L].
-            attention_mask: `[B, L]`, 0 for padding, which may be anywhere; by default, there is none.
+            attention_mask: `[B, L]`, 0 for padding, which may be anywhere; by default, there is no padding.
             z_threshold: the z-score above which a text is considered marked; about 0.13% of unmarked text exceeds 3.
 
         Raises:
@@ -172,7 +172,7 @@ class WatermarkDetector:
         width = self.config.context_width
         if len(tokens) <= width:
             raise InputError(f"row {row} has {len(tokens)} tokens, context_width={width} needs more: leave the row out")
-        # The number of tokens that determine whether a token is green, including itself.
+        # The number of tokens that determine whether a token is green, including the token itself.
         size = width if self.config.seeding_scheme == "selfhash" else width + 1
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
         if self.ignore_repeated_ngrams:

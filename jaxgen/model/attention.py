@@ -31,7 +31,7 @@ _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # within one row and kv head
 # On a CPU, up to this many queries and slots, it is faster to compute all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
-# The number of queries per block. All of them read the keys up to the block's last query.
+# The number of queries per block. All queries of a block read the keys up to the block's last query.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -44,7 +44,7 @@ class Part:
     Attributes:
         keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B, and batch row b reads row
             b // (B/n) of the part. Batch rows that share a row of the part read it in one product.
-        dtype: the dtype of keys and values when read as numbers; static.
+        dtype: the dtype of keys and values when read as floats; static.
     """
 
     keys: Slots
@@ -62,7 +62,7 @@ class Part:
         return Part(keys, values, self.dtype)
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return the keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head.
+        """Return the keys and values of `size` slots as floats; with `owner`, only for one row and kv head.
 
         8-bit keys and values are returned unscaled, together with their scales.
         """
@@ -112,7 +112,7 @@ def attention(
 
 def all_at_once(steps: int, slots: int) -> bool:
     """Return True if the scores of `steps` queries and `slots` slots are computed in one array."""
-    # A decode step over more than one block of keys reads only the filled blocks.
+    # A decode step over more than one block of keys is computed in blocks, so that it can skip empty blocks.
     most = _KEY_BLOCK if steps <= _FEW_QUERIES else _AT_ONCE_SLOTS
     return steps <= _AT_ONCE_QUERIES and slots <= most
 
@@ -288,7 +288,7 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
-    """Return a part's values `[n, K, S, H]`, weighted by `[B, K, G, T, S]` and summed, as float32[B, K, G, T, H]."""
+    """Return the sum of a part's values `[n, K, S, H]`, weighted by `[B, K, G, T, S]`, as float32[B, K, G, T, H]."""
     if isinstance(values, ScaledSlots):
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
@@ -320,7 +320,7 @@ _recomputed_in_blocks = workarounds.recomputed(_in_blocks, _over_queries)
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:
-    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`; the last one is padded with zeros."""
+    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`; the last block is padded with zeros."""
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
     return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
 

@@ -9,8 +9,8 @@ how sequences and beams share their prompt's keys and values, and how requests s
 consecutively, starting with the prefix's.
 
 The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
-then has `writers` slots, one per row, and a table records whose slot each row reads. `select` changes only that table
-and never moves keys or values.
+then has `writers` slots, one per row, and a table records which of these slots each row reads. `select` changes only
+that table and never moves keys or values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 
-# The index that marks an empty slot. It is larger than that of any token.
+# The index that marks an empty slot. It is larger than any token's index.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -38,18 +38,18 @@ class KVCache:
     """Keys and values of the tokens so far, one pair of arrays `[B, K, S, H]` per layer.
 
     16-bit keys and values are stored bit for bit as int16, which a compiled loop carries without copying (XLA's CPU
-    compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
+    compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as floats.
 
     Attributes:
-        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: numbers of `dtype`, the bits of 16-bit numbers, or
+        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: floats of `dtype`, the bits of 16-bit floats, or
             `ScaledSlots`. If rows share slots, the shape is `[B/writers, K, S*writers, H]`, and token i of writer j is
-            in place `i * writers + j`.
+            at index `i * writers + j`.
         values: stored like the keys, but not rotated.
-        length: int32[B], the number of slots that each row has filled in this part, starting with its first slot.
+        length: int32[B], the number of slots that each row has filled in this part, from the part's first slot on.
         prefix: the cache that this one extends, or None.
         owners: int32[B, S], the writer of each of the row's tokens; None if each row has its own slots.
         writers: the number of rows that share slots, static.
-        dtype: the dtype of keys and values when read as numbers; static.
+        dtype: the dtype of keys and values when read as floats; static.
     """
 
     keys: tuple[Slots, ...]
@@ -67,7 +67,7 @@ class KVCache:
         """Return an empty cache with `slots` slots for each of `rows` rows, by default in the model's dtype.
 
         With the dtype `SCALED`, keys and values are stored in 8 bits with a float32 scale for each head and slot, and
-        read as numbers of the model's dtype.
+        read as floats of the model's dtype.
         """
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
@@ -85,7 +85,7 @@ class KVCache:
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
     def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
-        """Return an empty cache of `slots` slots that extends this one, with `copies` rows for each row.
+        """Return an empty cache of `slots` slots that extends this one, with `copies` rows for each row of this cache.
 
         With `shared`, the copies of a row share their slots, so `select` moves no data.
         """
@@ -99,7 +99,7 @@ class KVCache:
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
     def empty_rows(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of these sizes that has the same storage format and extends the same prefix."""
+        """Return an empty cache of these sizes with the same storage format and prefix."""
         _, heads, _, size = self.keys[0].shape
         scaled = isinstance(self.keys[0], ScaledSlots)
         return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, scaled, self.prefix)
@@ -111,7 +111,7 @@ class KVCache:
         return dataclasses.replace(self, keys=keys, values=values)
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
+        """Return the keys and values of a layer in this part as floats, each `dtype[B, K, S, H]`."""
         return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)
 
     @property
@@ -126,7 +126,7 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        """The number of slots of this part that a row can fill, S."""
+        """The number of slots that a row can fill in this part, S."""
         return self.keys[0].shape[2] // self.writers
 
     @property
@@ -136,7 +136,7 @@ class KVCache:
 
     @property
     def parts(self) -> list[KVCache]:
-        """The prefixes and this cache, in the order of the tokens."""
+        """The prefixes and this cache, in the order of their tokens."""
         return [*(self.prefix.parts if self.prefix is not None else []), self]
 
     @property
@@ -178,7 +178,7 @@ class KVCache:
         return _crop(self, self.check_length(length))
 
     def check_length(self, length: jax.Array | int) -> jax.Array:
-        """Return `crop`'s argument as an array; raise an error unless it is one integer or one per row."""
+        """Return `crop`'s argument as an array; raise an error if it is neither one integer nor one per row."""
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
             raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
@@ -191,9 +191,9 @@ class KVCache:
     def select(self, rows: jax.Array) -> KVCache:
         """Return a cache with the same prefix in which row i is the old row `rows[i]`, for `rows int32[B]`.
 
-        Row `rows[i]` must share row i's prefix row, as the beams of a prompt do; this is not checked. Prefix and
-        structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows share
-        slots, no key or value is copied, and the result may have fewer rows, with equally many per prompt.
+        Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
+        and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
+        share slots, no key or value is copied, and the result may have fewer rows: the same number for each prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -206,10 +206,10 @@ class KVCache:
         """Return this cache with row `rows[i]` replaced by row i of `source`, for `rows int32[n]` and n source rows.
 
         Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; the others
-        must be distinct. A prefix must have a single row, which `source` also shares; it does not change.
+        must be distinct. A prefix must have a single row, and `source` must share it; the prefix does not change.
 
         Raises:
-            InputError: the shapes or dtypes of `source` differ, the prefix has several rows, or rows share slots.
+            InputError: the shapes or dtypes of `source` do not match, the prefix has several rows, or rows share slots.
         """
         if self.owners is not None:
             raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
@@ -246,7 +246,7 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def drop_last(self, count: jax.Array) -> KVCache:
-        """Drop the last `count int32[B]` tokens of each row, which must be in this part. New tokens overwrite them."""
+        """Drop the last `count int32[B]` tokens of each row. They must be in this part. New tokens overwrite them."""
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
@@ -262,7 +262,7 @@ class KVCache:
         """Prepare each row for writing to `slots int32[B, T]` of this part; slots past the end are dropped.
 
         Returns:
-            The cache, in which each row owns its new tokens, and the places of the slots in `keys` and `values`.
+            The cache, in which each row owns its new tokens, and the slots' indices in `keys` and `values`.
         """
         if self.owners is None:
             return self, slots
@@ -272,7 +272,7 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Convert attention weights from one per place, `[..., places]`, to one per slot, `[..., offset + S]`."""
+        """Convert attention weights `[..., offset + S*writers]` to one per token, `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)
@@ -294,7 +294,7 @@ def _form(part: KVCache) -> tuple[tuple[int, ...], str]:
 
 
 def row_numbers(rows: jax.Array, count: int) -> jax.Array:
-    """Return `reorder`'s argument as an array; raise an error unless it lists row indices below `count`."""
+    """Return `reorder`'s argument as an array; raise an error if an entry is not a row index below `count`."""
     rows = jnp.asarray(rows)
     if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
         raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")
@@ -317,7 +317,7 @@ def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
 
 
 def _append(merged: KVCache, part: KVCache) -> KVCache:
-    """Write the tokens of `part` after those of its prefix."""
+    """Write the tokens of `part` to `merged`, after the tokens of its prefix."""
     rows, slots = merged.rows, merged.slots
     column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
     start = repeat_rows(part.prefix_length, rows)[:, None]

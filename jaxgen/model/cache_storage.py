@@ -1,4 +1,4 @@
-"""Storage formats for keys and values: numbers, the bits of 16-bit numbers, or 8-bit numbers with scales."""
+"""Storage formats for keys and values: floats, the bits of 16-bit floats, or 8-bit integers with scales."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
-    """Return zeros `[n, K, S, H]` in the storage format for numbers of `dtype`, or in 8 bits if `int8` is True."""
+    """Return zeros `[n, K, S, H]` in the storage format for floats of `dtype`, or in 8 bits if `int8` is True."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, stored_dtype(dtype))
 
 
 def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
-    """Convert numbers `[n, K, T, H]` to the format in which a cache of `dtype` stores them."""
+    """Convert floats `[n, K, T, H]` to the format in which a cache of `dtype` stores them."""
     x = x.astype(dtype)
     if int8:
         return _quantize(x.astype(jnp.float32))
@@ -50,7 +50,7 @@ def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
 
 
 def as_numbers(x: Slots, dtype: str) -> jax.Array:
-    """Convert the stored contents of a cache of `dtype` back to numbers."""
+    """Convert the stored contents of a cache of `dtype` back to floats."""
     if isinstance(x, ScaledSlots):
         return (x.values.astype(jnp.float32) * x.scales[..., None]).astype(dtype)
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
@@ -60,8 +60,8 @@ def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
 
     Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. There is one
-    scatter per row and head. XLA performs it in place inside a loop, whether or not the rows write to the same slots,
-    and locally on each device of a mesh.
+    scatter per row and head. XLA performs each scatter in place inside a loop, whether or not the rows write to the
+    same slots, and locally on each device of a mesh.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that all `FAMILIES` share. It maps ids to logits and a cache, whatever uses them.
+"""The decoder-only transformer that all `FAMILIES` share. It maps ids to logits and a cache.
 
 Dimensions, here and in every shape of the package:
     B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
@@ -100,7 +100,7 @@ class Linear(nn.Module):
         return linear(x, weight, bias, context)
 
 
-# Projections of the same input, which `jaxgen.model.fused.fuse_projections` merges into one matrix.
+# Groups of projections with the same input. `jaxgen.model.fused.fuse_projections` merges each group into one matrix.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -215,7 +215,7 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the hidden states (each layer's input, and the last output), the attention weights, and the cache."""
+        """Return the hidden states (each layer's input and the final output), the attention weights, and the cache."""
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
@@ -298,12 +298,12 @@ class CausalLM(nn.Module):
                 attention follows this index, regardless of the positions.
             segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
                 id form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
-            cache: the preceding tokens, to which the new ones are appended; None for a pass without a cache.
+            cache: the cache of the preceding tokens, to which the new tokens are appended; None for a pass without one.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
-            key_mask: bool[B, n], True if a token may be attended to, for the first n tokens of each row, not counting
-                padding; by default, all of them may be.
-            labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts them.
+            key_mask: bool[B, n], for each of a row's first n tokens (not counting padding), True if it may be attended
+                to. By default, all tokens may be attended to.
+            labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
             output_hidden_states, output_attentions: also return these.
             context: information for the weights; see `Context`.
@@ -334,7 +334,7 @@ class CausalLM(nn.Module):
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; those of ids outside the vocabulary are NaN."""
+        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""
         ids = jnp.asarray(ids)
         if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
@@ -380,7 +380,7 @@ def forward(
 
 
 def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
-    """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; those of ids outside the vocabulary are NaN."""
+    """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""
     module: Any = CausalLM(cfg)
     return module.apply({"params": params}, ids, method="embed")
 

@@ -12,9 +12,9 @@ from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of,
 from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS = 10_000  # guards against damaged files: each layer is part of the program
+MOST_LAYERS = 10_000  # guards against damaged files, because each layer enlarges the program
 
-# A field that affects results has no default; transformers would guess one.
+# A field that affects results has no default, although transformers would assume one.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
@@ -49,7 +49,7 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# Keys that would change the results unless they have one of these values
+# Keys for which only these values are accepted, because any other value would change the results
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False, None),
     "partial_rotary_factor": (1, None),
@@ -212,8 +212,8 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Values that affect results have no defaults, except for those that are checked against the tensors on
-        loading (biases and the head size). Sliding windows work as in transformers 5: a token sees at most
+        `dtype`. Values that affect results have no defaults, except for the biases and the head size, which are checked
+        against the tensors on loading. Sliding windows work as in transformers 5: a token sees at most
         `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
         `use_sliding_window` is true, in layers from `max_window_layers` on (in every layer in 4.41.1).
 
@@ -242,7 +242,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json for transformers after 4.41.1, and for 4.41.1 itself if it has the architecture.
+        """Return a config.json for transformers after 4.41.1, and for 4.41.1 too if that release has the architecture.
 
         Raises:
             ConfigError: a config.json of this `model_type` cannot express the fields.

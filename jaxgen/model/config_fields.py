@@ -20,7 +20,7 @@ class Field:
     Attributes:
         wanted: the valid values, in words that complete "must be ...".
         fits: returns True if a value (never null) is valid.
-        default: the value if the key is missing or null; with `REQUIRED`, that is an error.
+        default: the value for a missing or null key; with `REQUIRED`, such a key is an error.
         read: returns the normal form of a valid value.
     """
 

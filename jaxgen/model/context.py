@@ -1,4 +1,4 @@
-"""Information about one pass that layers and their weights need."""
+"""Information that layers and their weights need about one pass."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 
 @flax.struct.dataclass
 class Context:
-    """Information about one pass that every weight receives.
+    """Information that every weight receives about one pass.
 
     Attributes:
-        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if this
-            is unknown; static.
-        adapter: int32[B], the adapter of each row, -1 for none; None if no row has one.
+        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if
+            unknown; static.
+        adapter: int32[B], the adapter of each row, -1 for none; None if no row has an adapter.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)

@@ -1,4 +1,4 @@
-"""Model families: one record per architecture, which lists how it differs from the shared decoder.
+"""Model families: one record per architecture, with its differences from the shared decoder.
 
 A new config.json key also needs an entry in `_FIELDS` and a field of `ModelConfig`, both in config.py.
 """
@@ -20,8 +20,8 @@ class WindowRule:
 
     Attributes:
         keys: the config.json keys that the rule reads.
-        read: maps a config, whose values already have the right types, to one entry per layer: its window in tokens, or
-            None. Raises `ConfigError` if values are missing or contradict each other.
+        read: maps a config to each layer's window in tokens, or None. The config's values already have the right types.
+            Raises `ConfigError` if values are missing or contradict each other.
         write: the inverse of `read`. It maps the rest of a config and the windows to the entries that describe the
             windows.
     """
@@ -76,7 +76,7 @@ def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
 
 
 def _windows_where_switched_on(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return each layer's window; `layer_types` or, if missing, `max_window_layers` says which layers have one."""
+    """Return each layer's window; `layer_types` or, if missing, `max_window_layers` says which layers have windows."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if not config.get("use_sliding_window"):
         if SLIDING in (types or ()):

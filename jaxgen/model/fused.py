@@ -19,15 +19,15 @@ from jaxgen.model.weights import Quantized
 
 
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
-    """Fuse projections into fewer, larger matrices. The result can be used everywhere on one device.
+    """Fuse projections into fewer, larger matrices. The result can be used everywhere, but only on one device.
 
     >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
 
     `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. Weights with
     several adapters are fused if all parts have updates of the same rank; other weights with low-rank updates are left
-    unchanged. On a GPU, where a step with few rows spends much of its time launching kernels, each layer then launches
-    two fewer. `save_hf` writes the original matrices.
+    unchanged. On a GPU, a step with few rows spends much of its time launching kernels; each layer then launches two
+    kernels fewer. `save_hf` writes the original matrices.
 
     Args:
         params: nested as `load_hf` returns them, quantized or not.

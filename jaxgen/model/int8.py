@@ -30,9 +30,9 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Accelerators, and a CPU for one or two rows, convert the values as the product reads them, which is exact. With a
-    few more 16-bit rows on a CPU, this would cost more than the product, so the rows are converted instead. Each row
-    becomes one scale and two 8-bit numbers per channel, 15 bits in total, which is more precise than bfloat16.
+    Accelerators, and a CPU for one or two rows, convert the values as the product reads them; this is exact. With a
+    few more 16-bit rows on a CPU, the conversion would cost more than the product, so the rows are converted instead.
+    Each row becomes one scale and, per channel, two 8-bit numbers: 15 bits, which is more precise than bfloat16.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
@@ -67,7 +67,7 @@ class Int8:
         return self.values.shape
 
     def specs(self, spec: PartitionSpec) -> Int8:
-        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
@@ -77,7 +77,7 @@ class Int8:
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` as `[B, T, D]`; those of ids outside [0, F) are NaN."""
+        """Return the rows `ids int32[B, T]` as `[B, T, D]`; an id outside [0, F) gives NaN."""
         scales = jnp.where((ids >= 0) & (ids < self.shape[0]), self.scales[ids], jnp.nan)
         return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
@@ -100,7 +100,7 @@ def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
 
 
 def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
-    """Differentiate with respect to the rows, in their dtype; integers have no gradient."""
+    """Differentiate with respect to the rows, in the rows' dtype; integers have no gradient."""
     values, like = operands
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, Context(divided))
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)

@@ -16,7 +16,7 @@ from jaxgen.model.weights import Weight
 def linear(
     x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = NO_CONTEXT
 ) -> jax.Array:
-    """Return `x Wᵀ + b` as `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]`, as torch stores it.
+    """Return `x Wᵀ + b` as `[..., F]` in x's dtype, for `x [..., D]` and, as in torch, `weight [F, D]`.
 
     Products are accumulated in float32. As in torch, float32 operands are never rounded to a shorter format, regardless
     of `jax_default_matmul_precision`.
@@ -35,7 +35,7 @@ def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_C
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
-    """Return the rows `ids int32[B, T]` of `table [V, D]` as `[B, T, D]`; those of ids outside [0, V) are NaN."""
+    """Return the rows `ids int32[B, T]` of `table [V, D]` as `[B, T, D]`; an id outside [0, V) gives NaN."""
     if isinstance(table, Weight):
         return table.look_up(ids)
     ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap around

@@ -20,7 +20,7 @@ from jaxgen.shapes import repeat_rows
 
 
 class _Updated:
-    """Base class of matrices with updates. Updates do not change the shape and dtype of the matrix."""
+    """Base class of matrices with updates. Updates do not change the matrix's shape or dtype."""
 
     weight: jax.Array | Weight
 
@@ -53,7 +53,7 @@ class LowRank(_Updated):
     b: jax.Array
 
     def specs(self, spec: PartitionSpec) -> LowRank:
-        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
         outputs, inputs = spec or (None, None)
         factors: Any = PartitionSpec(None, inputs), PartitionSpec(outputs, None)
         return LowRank(self._specs(spec), *factors)
@@ -73,7 +73,7 @@ class LowRank(_Updated):
 
 @flax.struct.dataclass
 class Adapters(_Updated):
-    """A matrix with several low-rank updates. `Context.adapter` selects one of them, or none, for each row of a batch.
+    """A matrix with several low-rank updates. `Context.adapter` selects one update, or none, for each row of a batch.
 
     Rows are multiplied by the A factors of all updates at once, so each factor is read once and never copied per row.
 
@@ -105,7 +105,7 @@ class Adapters(_Updated):
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
-        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
         outputs, inputs = spec or (None, None)
         a: Any = PartitionSpec(None, None, None, inputs)
         b: Any = PartitionSpec(None, None, outputs)
@@ -123,7 +123,7 @@ class Adapters(_Updated):
         return workarounds.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
 
     def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Add the products of `narrow [rows, n, p, r]` and all updates, zeroed where a row does not use an update."""
+        """Add `narrow [rows, n, p, r]` times all updates to `out`; updates that a row does not use contribute zeros."""
         is_own = chosen[:, None] == jnp.arange(self.a.shape[0], dtype=jnp.int32)[None, :]
         narrow = jnp.where(is_own[:, :, None, None], narrow, 0.0).astype(self.b.dtype)
         starts = (0, *self.ends[:-1])
@@ -145,6 +145,6 @@ def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def adapter_count(params: Any) -> int:
-    """Return the number of adapters in `params`, among which each row can choose."""
+    """Return the number of adapters in `params` that a row can choose from."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Adapters))
     return next((leaf.a.shape[0] for leaf in leaves if isinstance(leaf, Adapters)), 0)

@@ -33,8 +33,8 @@ class Visibility:
             a hidden token.
         first: int32[B, T], the index of the first token that each query may see; None means 0.
         window: the maximum number of tokens that a query may see, static; None for all.
-        start: the slot of the last part where the new tokens of all rows begin, static; None if unknown. Query i does
-            not see the slots after `start + i`.
+        start: static, the slot in the last part at which the new tokens of all rows begin; None if unknown. Query i
+            does not see the slots after `start + i`.
     """
 
     queries: jax.Array
@@ -77,7 +77,7 @@ class Visibility:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
 
     def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one repeats its last query."""
+        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last block repeats its last query."""
 
         def cut(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
@@ -87,17 +87,17 @@ class Visibility:
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
-    """Return each token's index in its row, int32[B, T], if the rows already have `start [B]` tokens."""
+    """Return each token's index in its row, int32[B, T]; the rows already have `start [B]` tokens."""
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
 def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the indices of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
+    """Return the tokens' indices, with `EMPTY` where `mask bool[B, T]` is False (padding)."""
     return jnp.where(mask, order, EMPTY)
 
 
 def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
-    """Mark keys whose `key_mask` is False as `EMPTY`.
+    """Return `order`, with `EMPTY` for the keys whose `key_mask` is False.
 
     Args:
         key_mask: bool[B, n], for the first n tokens of each row. Later tokens stay visible.
@@ -120,8 +120,8 @@ def allocate_slots(
     """Assign slots to the new tokens marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache; the tokens' indices in their rows, int32[B, T]; their places in the last part, int32[B, T], which are
-        past its end for padding; and bool[B], True for rows whose tokens do not fit.
+        The cache; the tokens' indices in their rows, int32[B, T]; their indices in the last part's arrays, int32[B, T],
+        past the end for padding; and bool[B], True for rows whose tokens do not fit.
     """
     batch, steps = mask.shape
     if cache.rows != batch:
@@ -170,10 +170,10 @@ class Placement:
     """Placement of the new tokens, the same for all layers.
 
     Attributes:
-        cos, sin: `[B, T, H]`, the cosines and sines of their rotation angles.
-        slots: int32[B, T], their slots in the cache's last part; past its end for padding and overflow. None without a
-            cache.
-        visible: the keys that they may see, before a layer applies its window.
+        cos, sin: `[B, T, H]`, the cosines and sines of the tokens' rotation angles.
+        slots: int32[B, T], the tokens' slots in the cache's last part, past the end for padding and overflow; None
+            without a cache.
+        visible: the keys that the tokens may see, before a layer applies its window.
         context: the context of the pass.
         output_attentions: whether to return the attention weights; static.
     """
@@ -198,8 +198,8 @@ def place(
 ) -> tuple[Placement, KVCache | None, jax.Array | None]:
     """Place the new tokens, with embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
 
-    Returns their placement, the cache with its new lengths, and bool[B], True for rows whose tokens do not fit. The
-    last two are None without a cache.
+    Return the tokens' placement, the cache with its new lengths, and bool[B], True for rows whose tokens do not fit.
+    The last two are None without a cache.
     """
     batch, steps, _ = x.shape
     mask = _mask(attention_mask, batch, steps)

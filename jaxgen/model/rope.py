@@ -71,7 +71,7 @@ def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) 
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Leave short wavelengths unchanged, divide the frequency of long ones by the factor, and blend in between."""
+    """Leave high frequencies unchanged, divide low frequencies by the factor, and blend in between."""
     assert rope.factor
     assert rope.low_freq_factor
     assert rope.high_freq_factor

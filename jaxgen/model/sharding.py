@@ -4,9 +4,9 @@ A mesh has two axes: `data` divides the rows of a batch, and `model` divides eve
 communication from this: in each layer, a sum after `o_proj` and one after `down_proj`, as in Megatron-LM (arXiv
 1909.08053), and one sum after the embedding.
 
-If `model` is larger than the number of key-value heads, several devices store the same head. Arrays therefore live on a
-mesh of the same devices in which two axes replace `model`: the new `model` divides the key-value heads, and `copies`
-replicates them.
+If `model` is larger than the number of key-value heads, several devices store the same head. Arrays therefore live
+on another mesh of the same devices, in which two axes replace `model`: the new `model` divides the key-value heads, and
+`copies` replicates them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
 _OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
 
-# How each layer's matrix [out, in] is divided, by the layer's name. A bias is divided like the outputs; all other
+# The division of each layer's matrix [out, in], by the layer's name. A bias is divided like the outputs; all other
 # parameters are replicated.
 _MATRICES = {
     "embed_tokens": _OUTPUTS,
@@ -57,7 +57,8 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
         mesh: a mesh with the axes `data` and `model`, either of which may be missing, or a result of this function.
 
     Raises:
-        InputError: the mesh has other axes, or its `model` axis does not divide the model's sizes.
+        InputError: the mesh has axes other than these, or the size of its `model` axis does not divide the model's
+            dimensions.
         TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     if not isinstance(mesh, Mesh):
@@ -81,8 +82,8 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     >>> params = shard_params(params, cfg.model, mesh)              # doctest: +SKIP
 
     Raises:
-        InputError: the mesh has axes other than `data` and `model`, its `model` axis does not divide the model's sizes,
-            or the parameters have fused projections.
+        InputError: the mesh has axes other than `data` and `model`, the size of its `model` axis does not divide the
+            model's dimensions, or the parameters have fused projections.
         TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     mesh = divide(model, mesh)
@@ -100,7 +101,7 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the sharding of each parameter, by its dotted name; `mesh` is as in `divide`.
 
-    Pass `weights`, the parameters by name, if some of them are `Weight`s; each array of a `Weight` then has a sharding.
+    If some parameters are `Weight`s, pass `weights`, the parameters by name; each array of a `Weight` has a sharding.
     """
     mesh = divide(model, mesh)
     return {name: _sharding(name, weight, mesh) for name, weight in (weights or param_shapes(model)).items()}
@@ -122,7 +123,7 @@ def spec_of(name: str) -> PartitionSpec:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that the parameters are sharded over; None if there is none, or if it is unknown under jit.
+    """Return the mesh that the parameters are sharded over; None if there is no mesh or, under jit, it is unknown.
 
     Raises:
         InputError: the caller has set a mesh with Explicit axes, which jax cannot combine with a different mesh.
@@ -141,13 +142,13 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def rows_on(mesh: Mesh | None, rows: int) -> int:
-    """Return `rows` rounded up to a multiple of the mesh's `data` axis."""
+    """Return `rows` rounded up to a multiple of the size of the mesh's `data` axis."""
     parts = 1 if mesh is None else mesh.shape["data"]
     return -(-rows // parts) * parts
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Shard host arrays `[rows, ...]` over a mesh if `data` divides the number of rows; else return them unchanged."""
+    """Shard host arrays `[rows, ...]` over a mesh if `data` divides their number of rows; otherwise, return them."""
     if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
         return tree
     sharding = NamedSharding(mesh, ROWS)
@@ -155,7 +156,7 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Copy the arrays of a tree that are on no mesh yet to all devices of `mesh`; if it is None, return the tree.
+    """Copy all arrays of a tree that are not on a mesh to all devices of `mesh`; if `mesh` is None, return the tree.
 
     Host arrays must be identical in all processes.
     """
@@ -187,7 +188,7 @@ def sharded_top_k(
     On a mesh, each device finds the largest entries in its part of V, and only these are exchanged.
 
     Returns:
-        The values of these entries (those in `values`, of x's shape, if given), and their positions from 0 to n*V - 1.
+        The entries, or those of `values` (of x's shape) at the same positions; and the positions, from 0 to n*V - 1.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

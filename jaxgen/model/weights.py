@@ -19,12 +19,12 @@ from jaxgen.model.context import Context
 class Weight(Protocol):
     """A matrix `[F, D]` that is not stored as a plain array. It is a pytree that replaces an array in the parameters.
 
-    A new kind of weight is a class with these members. Layers call them only through `jaxgen.model.linear`.
+    A new kind of weight is a class with these members. Layers use the members only through `jaxgen.model.linear`.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix, [F, D], whatever the shapes of the stored arrays."""
+        """The shape of the matrix, [F, D], regardless of the shapes of the stored arrays."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Weight(Protocol):
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each array, in a tree like this one, where `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array, in a tree like this one; `spec` is the matrix's."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
@@ -41,7 +41,7 @@ class Weight(Protocol):
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` as `[B, T, D]`; those of ids outside [0, F) are NaN."""
+        """Return the rows `ids int32[B, T]` as `[B, T, D]`; an id outside [0, F) gives NaN."""
         ...
 
 
@@ -55,8 +55,8 @@ class Quantized(Weight, Protocol):
     Attributes:
         name: the value of `quantize`; the weights of a checkpoint are in `model.{name}.safetensors`.
         title: an adjective for messages, such as "8-bit".
-        tensors: for each array, in the order of `jax.tree.leaves`, the suffix that its tensor's name adds to the
-            matrix's ("" for the first), and a description of its content.
+        tensors: each array's suffix and description, in the order of `jax.tree.leaves`. A tensor's name is the
+            matrix's name plus the array's suffix ("" for the first array).
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ def has_quantized(params: Any) -> bool:
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
-    """Return a parameter of a layer, which is an array or, for a matrix, possibly a `Weight`.
+    """Return a parameter of a layer: an array or, for a matrix, possibly a `Weight`.
 
     Every layer declares its parameters here. Under `init` they are created as arrays of `dtype`.
 

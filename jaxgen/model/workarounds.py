@@ -1,8 +1,8 @@
 """Alternative forms of the model's operations that work around limitations of XLA's compilers.
 
-A function whose first argument is `plain` returns the result of `plain` for the other arguments, but computes it in a
-different form on the platform that needs it. The CPU forms were measured with jax 0.10.2 and 0.12.0.1, the GPU forms
-with the compiler for an H100 with jax 0.10.2 to 0.11.2.
+A function whose first argument is `plain` returns the result of `plain` for the other arguments, but computes that
+result in a different form where a platform needs it. The CPU forms were measured with jax 0.10.2 and 0.12.0.1, the GPU
+forms with the compiler for an H100 with jax 0.10.2 to 0.11.2.
 
 `tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile without each form for a CPU, and
 `tests/test_compilers.py` does so for a GPU. Such a test fails once the compiler no longer needs the form, which can
@@ -26,7 +26,7 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, the weight is the left operand of a product with up to this many rows, if the weight has more rows.
+# On a CPU, the weight is the left operand of a product with up to this many rows, if the weight itself has more rows.
 # Without AMX, this is faster for up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
 _SOME_ROWS = 32
 # Since jax 0.11, up to this many 16-bit rows are faster as the left operand, if they are not wider than the result.
@@ -43,7 +43,7 @@ _LONGEST_SUM = 9472
 _CACHED_BYTES = 8 << 20
 # Up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
-# On a GPU, up to this many rows are each multiplied only by the update of their own adapter.
+# On a GPU, each of up to this many rows is multiplied only by the update of its own adapter.
 _FEW_ROWS = 32
 
 
@@ -53,7 +53,7 @@ _FEW_ROWS = 32
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler hoists operations out of loops, or runs them early, and must then store their results. It moves
+    XLA's CPU compiler hoists operations out of loops, or runs them early, and must then store their results, but moves
     nothing out of a branch. If `first` is all NaN, this branch is not taken, and all floats of the result are NaN.
     """
 
@@ -64,10 +64,10 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to their own precision. This changes nothing, but XLA treats it as an operation.
+    """Round float32 numbers to their own precision. This changes no value, but XLA treats it as an operation.
 
-    XLA therefore does not combine the operations before and after it, but may still fuse them into one kernel. Since
-    jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases remove it before the last combinations.
+    XLA therefore does not combine the operations before and after the rounding, but may still fuse them into one
+    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases remove it before combining.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -79,9 +79,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and must then store it after all (it
-    did not do so in our tests with jax 0.12.0.1). Here, recomputation must wait for the gradient of the result.
-    Forward-mode differentiation is not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and must then store the results after
+    all (this did not happen in our tests with jax 0.12.0.1). Here, recomputation must wait for the gradient of the
+    result. Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -169,9 +169,9 @@ def fits_lanes(rows: int, columns: int) -> bool:
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Return one or two rows `[n, D]` times the transposed 16-bit or 8-bit `weight [F, D]`, as float32[n, F], on a CPU.
 
-    For few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, they
-    are read once, as they are stored. Vector instructions add `_LANES` adjacent columns to as many separate sums; a
-    single sum over adjacent columns could not use them.
+    For few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, the
+    weights are read once, as stored. Vector instructions add `_LANES` adjacent columns to as many separate sums; a
+    single sum over adjacent columns could not use such instructions.
     """
     return in_branch(_in_lanes, rows, weight)
 
@@ -182,7 +182,7 @@ def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
     # Sum over the terms, the lanes, and the groups. XLA merges sums with equal initial values into one with too many
-    # terms. A barrier prevents that too but, since jax 0.11.1, also keeps the sums from being fused, so each is stored.
+    # terms. A barrier prevents this too but, since jax 0.11.1, also keeps the sums from being fused, so each is stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
         sums = _lane_sum(sums, axis, initial)
     return sums
@@ -209,7 +209,7 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
     """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
 
     The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
-    also splits long sums. `in_parts` cuts them into parts of equal length, which become one kernel. A weight that may
+    also splits long sums. `in_parts` cuts such sums into equally long parts that share one kernel. A weight that may
     be divided over a mesh is not cut, because its columns may be on several devices.
     """
     columns = weight.shape[1]
@@ -225,9 +225,8 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
     """Return `plain(ids, table)`, computed inside a branch on a CPU; rows of ids past the table's end are NaN.
 
-    To gather from a 16-bit table, XLA's CPU compiler converts it to float32 and, in a loop, stores the whole copy.
-    Inside a branch, it converts only the rows that are read, and does not hoist the conversion. jax 0.12.0.1 no longer
-    needs this.
+    To gather from a 16-bit table, XLA's CPU compiler (but not in jax 0.12.0.1) converts the table to float32 and, in a
+    loop, stores the whole copy. Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
     """
     if table.dtype == jnp.float32:
         return plain(ids, table)
@@ -243,10 +242,10 @@ def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def stored_dtype(dtype: str) -> np.dtype:
-    """Return the dtype in which a cache stores keys and values of `dtype`; 16-bit numbers are stored as bits.
+    """Return the dtype in which a cache stores keys and values of `dtype`; 16-bit floats are stored as bits.
 
-    To write to an array of 16-bit floats, XLA's CPU compiler converts all of it (but not in jax 0.12.0.1). The bits are
-    signed because XLA's GPU compiler does not fuse reading unsigned 16-bit numbers with attention.
+    To write to an array of 16-bit floats, XLA's CPU compiler converts the whole array (not in jax 0.12.0.1). The bits
+    are signed because XLA's GPU compiler does not fuse reading unsigned 16-bit numbers with attention.
     """
     return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
@@ -278,10 +277,10 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Return `plain(x, part)`: queries times the keys, or weights times the values, `[n, K, S, H]`, of a part.
+    """Return `plain(x, part)`: queries times a part's keys `[n, K, S, H]`, or weights times its values.
 
     If only one query of each row reads the part, a GPU computes the product as sums. The compiler fuses sums of
-    products with the operations before and after them, which takes fewer kernels. Each head of a group then reads the
+    products with the operations before and after them, so fewer kernels are needed. Each head of a group then reads the
     group's kv head separately.
     """
     is_read_once = x.shape[-2] == 1 and x.shape[0] == part.shape[0]
@@ -327,8 +326,8 @@ def _add_of_each(
     """Add the product of `narrow [rows, n, p, r]` and each row's update, computed as sums.
 
     XLA's GPU compiler fuses this into one kernel (with jax 0.10.2) if all look-ups in `narrow` are a single gather with
-    scalar indices, and `narrow` is not rounded. The parts of a fused matrix are used several times afterwards; without
-    the barrier, each use would recompute them.
+    scalar indices, and `narrow` is not rounded. The results of a fused matrix are used several times; without the
+    barrier, each use would recompute the sums.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape
     part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(ends, prepend=0))

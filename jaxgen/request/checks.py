@@ -1,4 +1,4 @@
-"""Checks on a call of generate(): parameters, cache, key, grammar, and limits that cannot be reached."""
+"""Checks on a call of generate(): parameters, cache, key, grammar, and length limits."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int
 
 
 def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
-    """Raise an error if the shortest text that an automaton accepts exceeds the budget."""
+    """Raise an error if the shortest string that an automaton accepts exceeds the budget."""
     least = np.asarray(automaton.shortest)[np.asarray(automaton.start)]
     least = np.broadcast_to(least, budget.shape)
     if len(rows := np.flatnonzero(least > budget)):

@@ -81,7 +81,7 @@ def compile_for(prepared: Prepared, watched: bool) -> None:
 
 
 def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks, dispatching each chunk before the tokens of the previous one are read.
+    """Run in chunks, dispatching each chunk before the tokens of the previous chunk are read.
 
     The first chunk is read before the second is dispatched, so that the first tokens need not wait for a compilation.
 
@@ -117,13 +117,13 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 
 
 def _put_steps(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the steps that all rows have taken since `before`, which is a `Progress` on the host; initially None."""
+    """Stream the steps that all rows have taken since `before`, a `Progress` on the host (None at first)."""
     for column in range(0 if before is None else int(before.steps), int(now.steps)):
         streamer.put(now.tokens[:, column])
 
 
 def _put_rows(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the new tokens of each row since `before`, which is a `Progress` on the host; initially None."""
+    """Stream the new tokens of each row since `before`, a `Progress` on the host (None at first)."""
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended
     for row in np.flatnonzero((now.lengths > begin) | just_ended):

@@ -20,7 +20,7 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
-    """Return the prompts without their last tokens, and the automaton of texts that start with these tokens' bytes.
+    """Return the prompts without their last tokens, and an automaton of strings that start with these tokens' bytes.
 
     If the last token starts in the middle of a character, all tokens from the start of this character on are removed,
     so that the answer has whole characters. A prompt stays unchanged if its last token has no text (like a special
@@ -70,7 +70,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 
 
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
-    """Return the number of tokens to remove from a prompt whose tokens have these texts, and the removed text.
+    """Return the number of tokens to remove from a prompt with these token texts, and the removed text.
 
     If no token after the prompt's first one starts a character, only the last token is removed.
     """

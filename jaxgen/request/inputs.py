@@ -56,7 +56,7 @@ def token_ids(given, model: ModelConfig) -> Array:
 
 
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
-    """Return the ids int32[B, P], which are `UNKNOWN` without `ids`, and the embeddings `[B, P, D]` or None.
+    """Return the ids int32[B, P], all `UNKNOWN` if `ids` is None, and the embeddings `[B, P, D]` or None.
 
     Args:
         ids: the ids that the caller passed, or None.
@@ -107,7 +107,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
     """Infer the mask as in transformers' `_prepare_attention_mask_for_generation`.
 
-    Tokens with the pad id are padding. If this id is also an eos id, no tokens are.
+    Tokens with the pad id are padding. If this id is also an eos id, no tokens are padding.
     """
     pad, eos = cfg.pad_token_id, cfg.eos_token_id
     xp = jnp if is_traced(ids, pad, eos) else np
@@ -145,7 +145,7 @@ def negative_prompts(
         mask: the mask that the caller passed, or None.
         cfg: the config, with the model and `guidance_scale`.
         prompts: the number of prompts, B.
-        has_ids: True if the prompts have ids, in which case the last id is the default negative prompt.
+        has_ids: True if the prompts have ids, in which case each prompt's last id is its default negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

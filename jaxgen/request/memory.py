@@ -83,9 +83,9 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest changes that make a request fit into `free` bytes: single ones that suffice, or else a combination.
+    """Suggest changes that make a request fit into `free` bytes: each one that suffices alone, or else a combination.
 
-    `needed` returns the number of bytes for changed arguments. `more` contains changes besides those in `_REMEDIES`.
+    `needed` returns the number of bytes for changed arguments. `more` adds changes to `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:

@@ -141,7 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Return the run without its per-prompt option values, and these values; see `Request.options`.
+    """Return the run without its per-prompt option values, and the removed values; see `Request.options`.
 
     All values become arrays.
     """
@@ -198,7 +198,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of slots for the cache's tokens, and for the prompts if they do not share rows."""
+    """Return the number of slots for the cache's tokens and, if prompts do not share rows, for the prompts' tokens."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -220,8 +220,8 @@ def _budget(
         cfg: the config.
         mask: bool[B, P], True for the prompts' tokens.
         cached: int32[B], the number of tokens before each prompt, or None.
-        room: an upper bound on a row's tokens before generation; the tightest one that is known under jit.
-        extensions: the caller's extensions. The shortest text that an automaton accepts must fit within the budget.
+        room: an upper bound on a row's length before generation; under jit, the tightest bound that is known.
+        extensions: the caller's extensions. The shortest string that an automaton accepts must fit within the budget.
         eager: False under the caller's jit.
     """
     prompts = mask.shape[0]
@@ -254,7 +254,7 @@ def _budget(
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return the number of tokens that `max_length` leaves, which sizes arrays if `max_new_tokens` is traced."""
+    """Return the number of tokens that `max_length` leaves. Arrays have this size if `max_new_tokens` is traced."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
             "max_new_tokens is traced under jit and cannot size arrays: set max_length to the maximum number of "

@@ -38,19 +38,19 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer directly follows the question, without a space or a chat template in between. Its tokens are those
-    after the tokens shared with the question alone. A token that spans question and answer belongs to the answer.
+    Each answer directly follows the question, without a space or a chat template in between. Its tokens begin
+    where the tokenized whole first differs from the tokenized question, so the first of them may span both.
 
     Args:
         params: the parameters.
-        question: the text before every answer. For a chat model, render it with `tokenizer.render_chat`.
+        question: the text before every answer. For a chat model, render the question with `tokenizer.render_chat`.
         choices: the answers, none of which may be empty.
         cfg: as in `score`.
         tokenizer: the model's tokenizer.
 
     Raises:
         InputError: there are no answers, or an answer is empty or adds no token.
-        TypeError: `choices` is not a list of texts.
+        TypeError: `choices` is not a list of strings.
     """
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
         raise TypeError("choices must be a list of texts")

@@ -180,7 +180,7 @@ def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None
     columns, width = (max(sizes) for sizes in zip(*(group.widths for group in batch), strict=True))
     contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
     context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
-    context_mask[:, -1] = True  # no row may be empty, not even those that only pad the batch
+    context_mask[:, -1] = True  # no row may be empty, not even rows that only pad the batch
     places = {}
     for row, group in enumerate(batch):
         contexts[row, columns - len(group.context) :] = group.context

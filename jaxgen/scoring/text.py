@@ -26,7 +26,7 @@ from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 
-# The default maximum number of logits in memory at a time, which take up 128 MiB in float32.
+# The default maximum number of logits in memory at a time: 128 MiB in float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -58,8 +58,8 @@ def score(
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], texts padded to one width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
-            `of="scores"`, pass the config that was passed to `generate`; a value per prompt applies to all
-            `num_return_sequences` rows of the prompt. For other rows, set that option to 1, and pass one value per row.
+            `of="scores"`, pass the config that was passed to `generate`; a value per prompt applies to all rows of
+            the prompt. If rows are not in groups of `num_return_sequences`, set it to 1, and pass one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution from which greedy search,
             contrastive search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the
@@ -164,7 +164,7 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
         check_grammar(extensions.allowed, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
-    # Rows longer than the default max_length were not generated with it, so this limit does not apply to them.
+    # Rows longer than the default max_length were not generated with this limit, so it does not apply to them.
     longest_row = width if is_traced(mask) else int(np.sum(mask, axis=-1).max())
     fits = cfg.max_length != GenerationConfig.max_length or longest_row <= cfg.max_length
     counts_prompt = not cfg.on("max_new_tokens") and fits

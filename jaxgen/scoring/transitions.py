@@ -26,7 +26,7 @@ def compute_transition_scores(
 
     Args:
         sequences: int32[rows, P + N], the prompts and the generated tokens.
-        scores: float32[N, R, V], or N arrays float32[R, V]. R is the number of rows or, with beams, of beams.
+        scores: float32[N, R, V], or N arrays float32[R, V]. R counts the rows or, in a beam search, the beams.
         beam_indices: int32[rows, N], the row of `scores` from which each token was chosen; negative after a row's end.
         normalize_logits: convert the scores to log-probabilities first.
 

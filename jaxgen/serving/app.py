@@ -47,7 +47,7 @@ from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
-_PREPARING = 2  # threads that read requests
+_PREPARING = 2  # number of threads that read requests
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows
 
 
@@ -59,12 +59,12 @@ class Service:
     """Answers requests with an engine.
 
     Args:
-        engine: the engine, with a tokenizer, `output_logprobs`, and preferably `stop_in_prompt=False`.
+        engine: the engine. It must have a tokenizer and `output_logprobs`, and should have `stop_in_prompt=False`.
         params: the parameters, used to score prompts.
         name: the model's name in requests.
         context: the maximum number of tokens in a prompt and its answer together; by default the model's context.
         fingerprint: identifies the weights and their form.
-        adapters: the names of the adapters in `params`, in order. A request selects one by naming it as its model.
+        adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
     """
@@ -147,7 +147,7 @@ class Service:
                 return result if isinstance(result, Response) else _json(200, result)
             except (ClientLeft, ClientDisconnect):
                 self.metrics.count("request_cancelled_total")
-                return Response(status_code=499)  # nobody will read it
+                return Response(status_code=499)  # no client is left to read it
             except Exception as error:
                 return self._refused(api_error(error))
 
@@ -208,7 +208,7 @@ class Service:
         return await self._answer(request, asked, self._reader.chat)
 
     async def _answer(self, http: Request, request: Common, read: Callable[[Any], Asked]) -> Any:
-        """Return the answer to a request, or the stream that sends it."""
+        """Return the answer to a request, or a stream that sends the answer."""
         started = time.monotonic()
         model = self._named(request.model)
         asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
@@ -239,7 +239,7 @@ class Service:
             self.metrics.observe("request_prompt_tokens", length)
 
     async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
-        """Return the result of a coroutine, which is cancelled if the client disconnects or time runs out."""
+        """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
         task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
         try:
             await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -293,7 +293,7 @@ class Service:
             yield group
 
     def _ended(self, answer: Answer, started: float) -> None:
-        """Count a sequence that has ended."""
+        """Update the metrics for a sequence that has ended."""
         reason = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}.get(answer.reason, "stop")
         self.metrics.count("request_success_total", finished_reason=reason)
         self.metrics.observe("request_generation_tokens", answer.count)

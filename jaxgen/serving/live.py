@@ -26,7 +26,7 @@ class Live:
         streams: if True, queue all news; otherwise, only the ends of sequences.
 
     Attributes:
-        news: the queue. Each item is a sequence's index within the request, and news of this sequence.
+        news: the queue. Each item consists of a sequence's index within the request and news of this sequence.
         handles: the prompts' handles in the engine.
     """
 
@@ -82,7 +82,7 @@ class Live:
         return self.handles[prompt].completion(sequence)
 
     def whole(self, place: int, news: Event) -> Event:
-        """Return the news that end a sequence, with all of its tokens if they were not streamed."""
+        """Return the news that ends a sequence, with all of the sequence's tokens if they were not streamed."""
         if self._streams:
             return news
         done = self.completion(place)

@@ -1,4 +1,4 @@
-"""The web page, which shows a chat with the service or recorded answers, with each token's log-probability."""
+"""The web page. It shows a chat with the service, or recorded answers, and the log-probability of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies, with OpenAI's fields and common ones that vLLM adds.
+"""Request bodies, with OpenAI's fields and some common fields that vLLM adds.
 
 A field that is not listed here is rejected, and the error names it. `None` means the same as a missing field.
 """

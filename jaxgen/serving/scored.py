@@ -40,7 +40,7 @@ class Scored:
 
     Attributes:
         tokens: the ids.
-        logprobs: a float for each token; None for the first token of a text, which nothing predicts.
+        logprobs: a float for each token; None for the first token of a text, because the model does not predict it.
         most_likely: for each token, pairs of an id and its log-probability, with the most likely id first.
     """
 

@@ -40,7 +40,7 @@ class EventStream(StreamingResponse):
         """Send the stream."""
         try:
             with contextlib.suppress(TimeoutError, ClientDisconnect):
-                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # if the client does not read
+                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # in case the client does not read
                     await super().__call__(scope, receive, send)
         finally:
             self._live.cancel()

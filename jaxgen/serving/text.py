@@ -94,7 +94,7 @@ class Answer:
         return self._cut.found
 
     def put(self, news: Event) -> Delta:
-        """Process news of the sequence, and return what it adds to the answer."""
+        """Process news of the sequence, and return the addition to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
         text, calls = self._cut.put(self._stream.put(news.tokens)), []

@@ -20,7 +20,7 @@ from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these fields back empty
+RETURNED = ("refusal", "audio", "annotations", "function_call")  # fields of an answer that clients send back empty
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
 _JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters of JSON outside strings
@@ -176,7 +176,7 @@ class Tools:
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
-    """Return a tool's function for the template: its name, description and parameters that are set, in HF's order."""
+    """Return a tool's function for the template: its name, description and parameters, where set, in HF's order."""
     given = _typed(tool, where, "function", ("function",))["function"]
     where = f"{where}.function"
     given = _object(given, where, ("name", "description", "parameters", "strict"))

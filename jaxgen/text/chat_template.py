@@ -59,7 +59,7 @@ def render(
     `source` is the template's file, for error messages.
 
     Raises:
-        InputError: the conversation is malformed or the template rejects it, or there is no template for it.
+        InputError: the conversation is malformed, there is no template for it, or the template rejects it.
         ConfigError: the template is not valid jinja, or exceeds the limits of the sandbox.
         TypeError: an argument is not a list of dicts.
     """

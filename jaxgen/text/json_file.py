@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
-_DEEPEST = 200  # levels of nesting
-_MOST = 500_000  # opening brackets; limited because lists and objects take far more memory than their text
+_DEEPEST = 200  # maximum levels of nesting
+_MOST = 500_000  # maximum number of opening brackets: lists and objects take far more memory than their text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:

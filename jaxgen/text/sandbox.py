@@ -1,6 +1,6 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
-Jinja's own sandbox isolates a template from the machine, but lets it run forever and use up all memory. Here, every
+Jinja's own sandbox isolates a template from the machine, but does not limit its time and memory. Here, every
 value that a template creates is measured, and its size is estimated first if it could be huge. Each operation is
 therefore short, and checking the clock between operations limits the total time, in any thread.
 """
@@ -18,29 +18,29 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2 import nodes
 
-SECONDS = 1.0  # of CPU time, plus the same again per million input characters
-# Maximum characters in one value or the output, and in all values together; below, the increase per input character.
+SECONDS = 1.0  # of CPU time, plus the same amount for each million input characters
+# Maximum number of characters in one value or in the output, and in all values together.
 LARGEST, _ALL = 1_000_000, 50_000_000
-_PER_INPUT, _ALL_PER_INPUT = 60, 300
-_STEPS = 32  # between two checks of the clock
+_PER_INPUT, _ALL_PER_INPUT = 60, 300  # how much each of these limits grows per input character
+_STEPS = 32  # number of steps between two checks of the clock
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
-# Patterns, matched in linear time, for the format fields to reject: those whose width has four digits or comes from a
-# value, and those with attributes or items, which are not measured. The name of a "%" field can contain anything, so in
-# a text with a named field, any four digits are rejected.
+# These patterns match the format fields to reject, in linear time. A field is rejected if its width has four digits or
+# comes from a value, or if it reads an attribute or item, because attributes and items are not measured. The name of a
+# "%" field can contain anything, so in a text with a named field, any four digits are rejected.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
 }
 # Filters and methods that can write their arguments once for each part of a value.
 _MULTIPLYING = {"expandtabs", "indent", "replace", "tojson"}
-# Filters and methods with a number of characters or items as an argument.
+# Filters and methods that take a number of characters or items as an argument.
 _LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
 # Filters that can read an attribute of each item, or an attribute of an attribute.
 _BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
-# These can take quadratic time, and no known template uses them.
+# These filters and methods can take quadratic time, and no known template uses them.
 _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
 
 
@@ -204,7 +204,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Add limits to a filter or test. The result accepts the context, so that jinja does not call it when compiling."""
+    """Add limits to a filter or test. The result takes the context to keep jinja from calling it at compile time."""
 
     @jinja2.pass_context
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
@@ -216,7 +216,7 @@ def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return call_within_limits
 
 
-@jinja2.pass_context  # so that jinja does not call it while compiling
+@jinja2.pass_context  # keeps jinja from calling it at compile time
 def _output(context: Any, value: Any) -> str:
     """Return the text that the template writes for a value."""
     limits = _limits.get()
@@ -234,7 +234,7 @@ class _Namespace(jinja2.utils.Namespace):
 class _Counting(jinja2.visitor.NodeTransformer):
     """Counts operations that do not call the environment, as well as loop iterations and macro calls.
 
-    A comparison with a constant is too short to be counted by itself, so a loop or macro counts those inside it.
+    A comparison with a constant is too short to be counted by itself, so a loop or macro counts the comparisons in it.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

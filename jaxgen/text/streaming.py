@@ -17,7 +17,7 @@ from jaxgen.text.token_bytes import FALLBACK
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The patterns of clean_up start with a space; these characters can follow it before a pattern is complete
+# The patterns of clean_up start with a space; these characters can follow the space in an incomplete pattern
 UNDECIDED = re.compile(r" [ 'nvr]*$")
 # An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
 CONTEXT = 4
@@ -29,8 +29,8 @@ class TextStream:
     A character is returned when it is complete. Three kinds of text are held back: a U+FFFD at the end, which may be an
     incomplete character; byte tokens (`<0x..>`, byte fallback) until a regular token follows, because one wrong byte
     turns all of them into U+FFFD; and, with clean-up, a space and the following characters that clean-up might still
-    change. `end` returns the rest. The cost of a token does not depend on the number of earlier tokens, except for
-    those held back.
+    change. `end` returns the rest. The cost of a token grows with the number of tokens held
+    back, but not with the number of earlier tokens.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class TextRowStreamer:
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
     With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
-    `ended` is True in the last call for a row, where the text may be empty. Rows are counted from 0, as in
+    `ended` is True in the last call for a row; the text may then be empty. Rows are counted from 0, as in
     `GenerateOutput`; prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
     """
 

@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 writes a byte as one printable character: the byte itself if printable, otherwise the next free one from 256 up.
+# GPT-2 writes each byte as one printable character: its own if it is printable, else the next unused code from 256 up.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
@@ -50,7 +50,7 @@ def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            pass  # only applies to the ends of the whole text
+            pass  # this step only affects the ends of the whole text
         elif kind == "Replace" and "String" in pattern and still_text:
             replacements.append((pattern["String"], step["content"]))
         elif kind == "Metaspace" and still_text:

@@ -100,7 +100,7 @@ class Tokenizer:
         has no `added_tokens_decoder` (as in HF); and config.json, if the config names no tokenizer class.
 
         tokenizer.json determines whether BOS and EOS are added. LlamaTokenizer and LlamaTokenizerFast ignore it, as in
-        HF; for these, `add_bos_token` (on by default) and `add_eos_token` in the config decide instead.
+        HF; for these classes, `add_bos_token` (on by default) and `add_eos_token` in the config decide instead.
 
         Raises:
             InputError: the directory has no fast tokenizer.
@@ -196,7 +196,7 @@ class Tokenizer:
     def batch(self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None) -> Batch:
         """Encode texts and left-pad them to the length of the longest.
 
-        Use `add_special_tokens=False` for texts that continue others, because BOS does not belong in the middle of a
+        Use `add_special_tokens=False` for texts that continue other texts, because BOS belongs only at the start of a
         row. Padding uses the pad id, else eos, else unk, else 0; masking makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
@@ -251,14 +251,14 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Return the ids shared by all conversations that begin with `messages`, such as a system message.
+        """Return the ids shared by all conversations that begin with `messages`, for example a system message.
 
         >>> prefix = tok.chat_prefix(system)                                                # doctest: +SKIP
         >>> cache = prefill(params, [prefix], cfg)                                          # doctest: +SKIP
         >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)       # doctest: +SKIP
 
         The ids end before the first token that the next message could change. The arguments are as in `render_chat`;
-        `chat` must be called with the same ones.
+        `chat` must be called with the same values.
 
         Raises:
             InputError: with this template, such conversations do not share a first token.
@@ -284,7 +284,7 @@ class Tokenizer:
 
         A role must be system, user, assistant, tool, or one that the template contains as a quoted string.
         `tools` are JSON schemas; they select the template "tool_use" if there is one. `template_kwargs` are additional
-        variables for the template, which take precedence over special tokens. The template runs in a sandbox, with the
+        variables for the template; they take precedence over special tokens. The template runs in a sandbox, with the
         functions of transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
         generation blocks, and `strftime_now`, which some templates use to print today's date.
         """
@@ -369,7 +369,7 @@ class Tokenizer:
         return (None, None) if token is None else (token, self.backend.token_to_id(token))
 
     def cleans_up(self, choice: bool | None) -> bool:
-        """Return `choice`, or the config's setting if it is None."""
+        """Return `choice`, or the config's setting if `choice` is None."""
         return self.clean_up_tokenization_spaces if choice is None else choice
 
     def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:

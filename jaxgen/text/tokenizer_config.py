@@ -1,4 +1,4 @@
-"""The settings of a checkpoint's tokenizer, read from its files, and the tokens that they add."""
+"""Read a tokenizer's settings from a checkpoint's files, and add the tokens that the settings list."""
 
 import itertools
 from collections.abc import Mapping
@@ -115,7 +115,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # One call per run of equal flags: the order determines the ids, and add_tokens ignores `special` in older releases.
+    # One call per run of equal flags, because the order determines the ids and older add_tokens ignore `special`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")

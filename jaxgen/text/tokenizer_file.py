@@ -25,7 +25,7 @@ _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the 
 
 # Matches an escape, a character class (neither contains operators) or any other character.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate this table; its key may be written with escapes.
+# The Rust library does not validate this table. The table's key may contain escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 

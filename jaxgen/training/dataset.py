@@ -36,11 +36,11 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
     """Return the example for a conversation. Only the assistant's answers, with their end tokens, have labels.
 
     The ids are those of the whole conversation, except that no token spans the boundary between a question and its
-    answer, because the question's tokens are fixed when an answer is generated. Messages after the last answer are left
-    out.
+    answer, because a question's tokens are fixed before its answer is generated. Messages after the last answer are
+    left out.
 
     Raises:
-        InputError: the conversation has no answer, or begins with one; or the template renders the same beginning
+        InputError: the conversation has no answer or begins with an answer, or the template renders the same beginning
             differently when more messages follow.
         TypeError: `conversation` is not a list of messages.
     """
@@ -132,7 +132,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens; each goes into the first row with enough space among the last 64.
+    """Pack examples into rows of `width` tokens; each goes into the first of the last 64 rows that has enough space.
 
     Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
@@ -176,7 +176,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return a function `batches(step)` that returns `rows` rows of the data, in a new order in each epoch.
 
-    A batch depends only on `step` and the arguments. The last batch of an epoch is filled up with rows of the next one.
+    A batch depends only on `step` and the arguments. The last batch of an epoch is completed with rows of the next.
 
     Raises:
         InputError: there is no data, or `rows` is less than 1.

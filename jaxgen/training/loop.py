@@ -111,7 +111,7 @@ class TrainState:
     """State that a training step updates.
 
     Attributes:
-        params: the trained parameters in float32, which are the model's parameters or low-rank updates to them.
+        params: the trained parameters, in float32: the model's own parameters, or low-rank updates to them.
         optimizer: optax's state.
         step: int32[], the number of completed steps.
     """
@@ -141,7 +141,7 @@ class TrainBatch:
         ids: int32[R, T].
         labels: int32[R, T]. A label is the token's id, or -100 if the token does not contribute to the loss because it
             is padding, a text's first token, or part of a question.
-        segments: int32[R, T], the index of the token's text within the row, from 1, or 0 for padding at the row's end.
+        segments: int32[R, T], the index, from 1, of the token's text within the row; 0 for padding at the row's end.
     """
 
     ids: jax.Array | np.ndarray
@@ -266,7 +266,7 @@ def train(
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
-    del params  # the state has copies, so the memory can be freed once the caller drops its references
+    del params  # the state has copies; the originals are freed once the caller drops its references
     if directory is not None and has_state(directory, settings):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         del state  # frees memory for the saved state

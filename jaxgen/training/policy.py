@@ -59,7 +59,7 @@ def clipped_objective(
 
     Args:
         logprobs: float32[B, N], the log-probabilities under the parameters being trained.
-        old: float32[B, N], those under the parameters at the start of the step; no gradient flows through them.
+        old: float32[B, N], the log-probabilities at the start of the step; no gradient flows through them.
         advantage: float32[B], or float32[B, N].
         low: how far the ratio may fall below 1.
         high: how far the ratio may rise above 1; by default, equal to `low`. DAPO uses 0.28 (arXiv 2503.14476).
@@ -89,9 +89,9 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
 
     Args:
         logprobs: float32[B, N], the log-probabilities under the policy.
-        other: float32[B, N], those under the other distribution, such as a reference model's.
+        other: float32[B, N], the log-probabilities under the other distribution, such as a reference model's.
         estimator: with d = other - logprobs, "k1" is -d, which is unbiased; "k2" is d^2 / 2, which is never negative;
-            "k3" is exp(d) - 1 - d, which is both. GRPO uses k3.
+            "k3" is exp(d) - 1 - d, which is unbiased and never negative. GRPO uses k3.
     """
     difference = other - logprobs
     if estimator == "k1":

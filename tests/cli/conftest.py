@@ -12,7 +12,7 @@ from tests.support.tokenizers import byte_level_backend, save
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """Save a counting model: "B" follows "A", and token 0, which is "!", follows every token after the first 64."""
+    """Save a counting model: "B" follows "A", and every token after the first 64 is followed by token 0, "!"."""
     folder = tmp_path_factory.mktemp("command") / "counting"
     cfg = counting_config(vocab_size=len(Tokenizer(byte_level_backend())))
     save_hf(counting_params(cfg), cfg, folder)

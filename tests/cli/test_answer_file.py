@@ -235,7 +235,7 @@ def test_a_place_that_cannot_be_written(tmp_path, name):
 
 
 def test_a_different_writer_was_faster(target, monkeypatch):
-    """Two processes find that no prompt is left, and the other one acquires the lock first."""
+    """This writer and another one find that no prompt is left, and the other one acquires the lock first."""
     lock = module._locked
 
     def late(stream, operation):

@@ -17,7 +17,7 @@ NUMBERS = ["", "\0", "\udcff", "x", "nan", "-1e999", "0x10", "[1]", "null", "tru
 WHOLE = [*NUMBERS, "2.5", "1e3", str(2**31), str(-(2**31) - 1), HUGE, "-7"]
 JSON = ["", "\0", "\udcff", "{}}", "NaN", "[" * 100_000, '"x"', "1.5", '["x"]', "[null]", HUGE, "[true]", '{"a": 1}']
 WORDS = ["", "\0", "\udcff", "x", "[1]", "null", "1.5", "True"]
-# Some options accept these values, and others refuse them.
+# Some options accept these values, and others reject them.
 SOME = ["[]", "{}", "[[]]", "[1]", "[-1]", "[100000]", "[[1, 2], [3]]", "[[[1], 0.5]]", '[[[1], "x"]]', "[[1, 99999]]"]
 SOME += ["[2147483648]", '{"bias": "x"}', "[[1, 2.5]]", "[[1, 1], [1, 1]]", "-1e-5", "0", "1", "0.5", "1e30", "[[[1]]]"]
 PATHS = ["", "\0", "x" * 5000, "nowhere", "."]
@@ -34,7 +34,7 @@ GROUPS = {
 
 
 def refused_by(option) -> list[str]:
-    """Return values that this option always refuses, whatever the other options are."""
+    """Return values that are invalid for this option, whatever the other options are."""
     match option.kind:
         case Flag():
             return []  # a flag has no value

@@ -1,4 +1,4 @@
-"""Before it reads the weights, the command refuses requests that do not fit in memory."""
+"""The command rejects requests that do not fit in memory, before it reads the weights."""
 
 from pathlib import Path
 

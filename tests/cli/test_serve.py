@@ -1,4 +1,4 @@
-"""`jaxgen serve` refuses bad options before it loads anything, and serves from startup until SIGTERM."""
+"""`jaxgen serve` rejects bad options before it loads anything, and serves from startup until SIGTERM."""
 
 import os
 import re

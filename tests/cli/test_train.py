@@ -1,4 +1,4 @@
-"""`jaxgen train` learns, writes its results, refuses bad input, and resumes after being killed."""
+"""`jaxgen train` learns, writes its results, rejects bad input, and resumes after being killed."""
 
 import functools
 import json

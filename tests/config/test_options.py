@@ -1,4 +1,4 @@
-"""Every option works, is refused by name, or warns if the mode does not read it."""
+"""Every option works, is rejected by name, or causes a warning if the mode does not read it."""
 
 from pathlib import Path
 
@@ -90,7 +90,7 @@ WORKS = {
     "forced_decoder_ids": ({"forced_decoder_ids": [[2, 20]]}, tokens(4, 20, 21, 22)),
     "sequence_bias": ({"sequence_bias": {(4, 6): 15.0, (8,): -15.0}}, tokens(4, 6, 7, 9)),
     "guidance_scale": (
-        # Guidance moves away from the last token, which is the whole prompt here. So it only normalizes the scores.
+        # The negative prompt is the last token. Here the prompt has no other, so guidance only normalizes the scores.
         {"guidance_scale": 1.5, "output_scores": True},
         lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-5)),
     ),
@@ -178,7 +178,7 @@ REFUSED = {
     "max_cache_len": ({"max_cache_len": 9}, ConfigError),
     "return_legacy_cache": ({"return_legacy_cache": True}, ConfigError),
 }
-# Options that modes other than greedy search read.
+# Options that are read by modes other than greedy search.
 WARNED = {
     "early_stopping": True,
     "length_penalty": 2.0,

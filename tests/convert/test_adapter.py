@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: they are read, written or refused, and their results are compared with peft's."""
+"""Adapters in PEFT's format: reading, writing and rejecting them, and comparing their results with peft's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Generated checkpoints that are damaged or hostile: each is refused in one line, or loads with a correct result."""
+"""Generated checkpoints that are damaged or hostile: each causes a one-line error, or loads with a correct result."""
 
 import collections
 import json

@@ -115,10 +115,10 @@ def test_groups_of_three(call, tmp_path):
 
 @pytest.mark.parametrize(("config", "kv_heads"), FEWER)
 def test_equal_heads_make_an_equal_model(call, tmp_path, config, kv_heads):
-    """The mean of equal heads is the head itself, so with correct groups the smaller model computes the same."""
+    """The mean of equal heads is the head itself, so with correct groups the smaller model is equivalent."""
 
     def arrange(path, order):
-        """Write a model with `kv_heads` different key-value heads, repeated in this order."""
+        """Write a model with `kv_heads` different key-value heads, repeated in the given order."""
         tensors = {name: tensor * np.float32(0.3) for name, tensor in weights(config).items()}  # keeps the softmax flat
         for name in filter(is_pooled, tensors):
             heads = np.split(tensors[name], 4)

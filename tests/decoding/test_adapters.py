@@ -36,7 +36,7 @@ MODES = [
     {"num_beams": 3, "num_return_sequences": 2},
     {"guidance_scale": 1.5},
 ]
-# Other tests cover similar cases: groups order rows like beam search, and test_forward.py tests chunks.
+# Other tests cover similar cases: groups reorder rows as beam search does, and test_forward.py tests chunks.
 LIKE_OTHERS = [
     {"do_sample": True, "num_return_sequences": 2},
     {"slots": 2},

@@ -124,7 +124,7 @@ def test_lookup(sampled):
 
 
 class Schedule:
-    """How many tokens transformers drafts and accepts for a row whose drafts are right for the first `right` tokens."""
+    """The numbers of tokens that transformers drafts and accepts for a row. Only the first `right` drafts are right."""
 
     def __init__(self, budget: int, wanted: int, right: int, grows: bool):
         self.drafted = self.accepted = 0

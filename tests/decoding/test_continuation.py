@@ -31,7 +31,7 @@ def start(cfg, key=None, **options):
 
 
 def both(cfg, first, key=None, **given):
-    """Return the tokens of a run that continues, and those of a run that starts from the beginning."""
+    """Return the tokens of a run that continues from a cache, and those of a run from the beginning."""
     ids, mask = left_pad(FOLLOWING)
     on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache, **given)
     whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
@@ -58,7 +58,7 @@ def test_a_continued_answer_is_the_whole_one(fields):
 
 @pytest.mark.slow
 def test_own_stop_strings_begin_in_the_cache():
-    """Two prompts have stop strings that start in the last cached token and end in the first new one."""
+    """Two prompts have stop strings that start in the last cached token and end in the first new token."""
     first, tok = start(CFG), byte_level()
     unstopped, _ = both(CFG, first)
     text = [tok.decode([*generated(first, row)[-1:], *FOLLOWING[row], *unstopped[row][:1]]) for row in range(3)]
@@ -244,7 +244,7 @@ def test_a_prefix_is_shared_by_many_prompts(fields):
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
     if not cfg.on("guidance_scale"):
         assert out.cache.kv.parts[0].rows == 1  # shared, not one per prompt
-    # The prefix is not used up: continuing from the results equals running the whole text.
+    # The prefix is not used up: continuing from the results gives the tokens of a run over the whole text.
     following = FOLLOWING * cfg.num_return_sequences
     if cfg.num_return_sequences == 1:
         on = run(following, cfg, key, cache=out.cache)[1]

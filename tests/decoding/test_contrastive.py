@@ -39,7 +39,7 @@ def states(model, params, embeds):
 
 
 def last_states(embeds) -> np.ndarray:
-    """Return the last layer's hidden states [T, D] for embeddings [T, D], padded so that one program serves all T."""
+    """Return the last layer's hidden states [T, D] for embeddings [T, D]. One program serves all T."""
     return np.asarray(states(MODEL, PARAMS, padded(embeds)), np.float64)[: len(embeds)]
 
 

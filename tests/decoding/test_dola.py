@@ -40,7 +40,7 @@ def log_softmax(x):
 
 
 def read(tokens):
-    """Return the last layer's logits after the tokens, and those of all earlier layers, without the final norm."""
+    """Return the last layer's logits after the tokens, and all earlier layers' logits without the final norm."""
     ids = np.zeros((1, 32), np.int32)
     ids[0, : len(tokens)] = tokens
     out = APPLY(ids)

@@ -51,7 +51,7 @@ MODES = {
 }
 BEAMS = [name for name in MODES if "beam" in name]
 ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_assistant_tokens=2))
-# Features that a mode refuses, with the error.
+# Features that a mode does not support, with the error.
 REFUSED = {
     ("cache=", "contrastive search"): ConfigError,
     **{("streamer", name): InputError for name in BEAMS},

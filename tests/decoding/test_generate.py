@@ -1,4 +1,4 @@
-"""The loop, on a counting model, so that lengths, ends, padding and rows are known exactly."""
+"""The loop with a counting model, for which lengths, ends, padding and rows are known exactly."""
 
 import functools
 import inspect

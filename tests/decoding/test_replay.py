@@ -1,4 +1,4 @@
-"""Scores of given tokens, compared with the scores that generate recorded and with those of single steps."""
+"""Scores of given tokens, compared with the scores that `generate` recorded and with the scores of single steps."""
 
 import dataclasses
 

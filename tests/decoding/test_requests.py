@@ -37,7 +37,7 @@ MODES = {
 
 
 def per_prompt_options() -> dict[str, dict]:
-    """Return the options that sampling reads and that can differ between prompts, with a different value for each."""
+    """Return the options that sampling reads and that can differ between prompts. Each prompt has a different value."""
     found = {}
     for name, option in OPTIONS.items():
         if (

@@ -159,7 +159,7 @@ def test_stop_strings_follow_the_tokens_that_are_appended():
     pushed = push(run, rows, [9, 9, 9], live=[True, True, False])
     assert pushed.stop_strings.tolist() == [1, 2, 1]
     assert pushed.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING, StopReason.NONE]
-    # With a config for usual rows, state 0 means no stop strings, which are skipped if all live rows have state 0.
+    # State 0 means no stop strings. With a config for usual rows, the search is skipped if all live rows have state 0.
     mixed = dataclasses.replace(run, usual=run.cfg)
     assert push(mixed, rows, [9, 9, 8], live=[True, False, True]).stop_strings.tolist() == [1, 1, 1]
     assert push(mixed, rows, [9, 9, 9], live=[True, False, False]).stop_strings.tolist() == [0, 1, 1]

@@ -1,4 +1,4 @@
-"""Options of single prompts, which are off for some prompts and on for others, and configs that are refused."""
+"""Options that are off for some prompts and on for others, and configs that an engine does not support."""
 
 import jax
 import jax.numpy as jnp

@@ -29,7 +29,7 @@ def engine(cfg: GenerationConfig, **arguments) -> Engine:
 
 
 def related_prompts(count: int, seed: int) -> list[dict]:
-    """Return prompts that each begin with part of an earlier one."""
+    """Return prompts that each begin with part of an earlier prompt."""
     rng = np.random.default_rng(seed)
     prompts: list[list[int]] = [rng.integers(2, 97, WIDTH).tolist()]
     for _ in range(count - 1):
@@ -147,7 +147,7 @@ def test_a_size_that_is_refused_and_a_hook():
 
 
 class Store:
-    """A stand-in for the device, which loads prompts in order and reads them chunk by chunk, as the index plans."""
+    """A stand-in for the device: it loads prompts in order and reads them chunk by chunk, as the index plans."""
 
     def __init__(self, places: int):
         self.content: list[bytes | None] = [None] * places

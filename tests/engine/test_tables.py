@@ -1,4 +1,4 @@
-"""Tables to which automata are added and from which they are removed: states do not move, and space is reused."""
+"""Adding automata to tables and removing them again: states do not move, and space is reused."""
 
 import numpy as np
 import pytest

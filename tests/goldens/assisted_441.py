@@ -47,7 +47,7 @@ def draw_prompt(vocab: int, lookup: bool, rng: np.random.Generator) -> list[int]
 
 
 def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None:
-    """Replace a final eos token of the prompts, because 4.41.1 generates nothing after one without a draft."""
+    """Replace an eos token at the end of a prompt. Without a draft, 4.41.1 would generate nothing after this token."""
     eos = options["eos_token_id"]
     ids = {eos} if isinstance(eos, int) else set(eos or [])
     for prompt in prompts:

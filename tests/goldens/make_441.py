@@ -123,7 +123,7 @@ def draw_lengths(group: int, rng: np.random.Generator) -> dict:
 
 
 def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids, so that an eos id comes early, late or never in what the model generates without one."""
+    """Draw eos and pad ids. Without them, the model generates a text in which an eos id comes early, late or never."""
     free = options | {"eos_token_id": None, "max_new_tokens": 24}
     runs = [oracle.greedy(prompt, free)[0][len(prompt) :] for prompt in prompts]
     early, later, late = (
@@ -145,7 +145,7 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
 
 
 def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 40 groups of 5 rows, each with one set of options, and the steps of first rows with up to 16 steps."""
+    """Return 40 groups of 5 rows, one set of options per group, and the steps of first rows that have at most 16."""
     groups, steps = [], {}
     for g in range(40):
         name = list(oracles)[g % len(oracles)]
@@ -188,7 +188,7 @@ def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
 
 
 def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
-    """Draw logits float32[V] that are normal, have exact ties, many -inf or both, or are all equal."""
+    """Draw normal logits, float32[V]. Some have exact ties, many -inf or both; in others, all logits are equal."""
     kind = str(rng.choice(["normal", "ties", "inf", "ties-inf", "constant"], p=[0.5, 0.2, 0.15, 0.1, 0.05]))
     logits = rng.standard_normal(vocab) * rng.choice([0.5, 1.0, 2.0, 5.0])
     if kind.startswith("ties"):

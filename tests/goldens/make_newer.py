@@ -139,7 +139,7 @@ def spell_as_before_5(path: pathlib.Path) -> None:
 
 
 def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
-    """Return 3 rows with one set of options, whose eos ids include a token that the first row would generate."""
+    """Return 3 rows with one set of options. An eos id is a token that the first row would generate anyway."""
     options: dict = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
     prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in (26, 3, 40)]
     free = oracle.greedy(prompts[0], options)[0][26:]

@@ -25,7 +25,7 @@ CASES = 32  # per tokenizer
 
 
 def draw_pieces(rng: np.random.Generator) -> list[str]:
-    """Draw pieces of the text, of 2 to 6 characters."""
+    """Draw pieces of the text, each 2 to 6 characters long."""
     pieces = {"st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at"}
     while len(pieces) < 150:
         begin, length = rng.integers(len(TEXT) - 2), rng.integers(2, 7)
@@ -63,7 +63,7 @@ def sentencepiece(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[
 def draw_strings(rng: np.random.Generator) -> list[str]:
     """Draw stop strings from the text. Sometimes a prefix or suffix of the first one is a stop string, too.
 
-    The first has at least two characters, because 4.41.1 fails if all have one.
+    The first string has at least two characters, because 4.41.1 fails if every string has only one.
     """
     strings = []
     for number in range(rng.integers(1, 4)):

@@ -151,7 +151,7 @@ def draw_words(number: int, prompts: list[list[int]], material: Material, eos: l
 
 @contextlib.contextmanager
 def all_indices() -> Iterator[None]:
-    """Give beam indices to beams that do not meet the constraints. Without them, transformers raises a TypeError."""
+    """Give beam indices to beams that do not meet the constraints. Otherwise, transformers raises a TypeError."""
     original = ConstrainedBeamSearchScorer.finalize
 
     def finalize(self, input_ids, *given, beam_indices, **more):
@@ -218,6 +218,6 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             if tokens is not None:
                 exact = run_contrastive(oracle, prompt, options, double=True)
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
-        if cases:  # none is left if each prompt got a banned token
+        if cases:  # no case is left if each prompt got a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

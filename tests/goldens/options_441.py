@@ -21,7 +21,7 @@ SETS = 40
 LONGEST = 24  # tokens of a prompt
 STEPS = (0, 2, 5)  # steps whose processed scores are recorded
 ROWS = 3  # rows of each set for these steps
-MARGIN = 1e-4  # warpers with a boundary closer than this are drawn again, because rounding decides
+MARGIN = 1e-4  # warpers with a boundary closer than this are drawn again, because rounding could decide
 
 OPTIONS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
@@ -144,7 +144,7 @@ def draw_lengths(rng: np.random.Generator) -> dict:
 
 
 def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[str], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids, so that an eos id comes early, late or never in what the model generates without one."""
+    """Draw eos and pad ids. Without them, the model generates a text in which an eos id comes early, late or never."""
     free = {name: value for name, value in group["options"].items() if name not in NEEDS_EOS}
     free = group | {"options": free | {"eos_token_id": None}}
     runs = []
@@ -165,9 +165,9 @@ def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[s
 
 
 def smallest_gap(scores: np.ndarray) -> float:
-    """Return the smallest distance in any step between the two best scores that are not banned, given [steps, V].
+    """Return the smallest gap between the two best scores of a step, leaving out banned tokens. Scores are [steps, V].
 
-    Steps in which all remaining scores are equal, such as those of several forced tokens, do not depend on rounding.
+    Steps in which all remaining scores are equal, such as steps with several forced tokens, do not depend on rounding.
     """
     gaps = [1e6]
     for step in scores:
@@ -283,7 +283,7 @@ def stand_in(logits: np.ndarray) -> Callable:
 
 
 def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond: np.ndarray):
-    """Return the scores [V] after all lists, the distance to the nearest boundary, and whether chance cut a tie."""
+    """Return the scores [V] after all lists, the distance to the nearest boundary, and whether chance split a tie."""
     processors, warpers = lists
     scores, distance, chance = torch.from_numpy(logits.copy())[None], np.inf, False
     for processor in processors:
@@ -341,7 +341,7 @@ def sampling_goldens(oracle: Oracle, group: dict, rng: np.random.Generator) -> d
 def option_goldens(
     oracles: dict[str, Oracle], cases: int, rng: np.random.Generator
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return SETS groups of at least 4 rows, each with one set of options, and their processed scores."""
+    """Return SETS groups of at least 4 rows, one set of options per group, and their processed scores."""
     groups, arrays, hands = [], {}, deal(rng)
     names = list(oracles)
     for g in range(SETS):

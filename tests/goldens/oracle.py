@@ -86,7 +86,7 @@ class Oracle:
         """Return the gradients of the loss, by parameter name.
 
         A row's first token is not a label, because left padding would predict it. Padding attends to everything, and
-        its gradient depends on torch adding the mask to the scores instead of replacing them.
+        its gradient would differ if torch replaced scores by the mask instead of adding the mask.
         """
         labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
         self.model.zero_grad()
@@ -154,7 +154,7 @@ def smallest_gap(scores: np.ndarray) -> float:
 def greedy_run(
     oracle: Oracle, prompt: list[int], options: dict, rng: np.random.Generator
 ) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Run one row. If it has a gap below 1e-3, which rounding could reverse, draw a new prompt."""
+    """Run one row. If two scores are less than 1e-3 apart, so that rounding could swap them, draw a new prompt."""
     while True:
         sequence, scores, logits = oracle.greedy(prompt, options)
         gap = smallest_gap(scores)
@@ -172,7 +172,7 @@ def write_lines(path: pathlib.Path, items: list[dict]) -> None:
 def start(version: str, **numbers: int) -> tuple:
     """Read the command line, check the release, and create the empty output folder with its manifest.
 
-    `numbers` has more options, with their defaults. Returns the seed, the folder, and the values of these options.
+    `numbers` maps further options to their defaults. Returns the seed, the folder, and the values of these options.
     """
     if transformers.__version__ != version:
         raise SystemExit(f"this needs transformers {version}, found {transformers.__version__}")

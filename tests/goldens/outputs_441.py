@@ -44,7 +44,7 @@ def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.nda
 
 
 def recorded(oracle: Oracle, ids: np.ndarray, mask: np.ndarray, out) -> dict[str, np.ndarray]:
-    """Return the outputs as arrays. Those of the prompts are separate from those of later steps.
+    """Return the outputs as arrays. The prompts' outputs are separate from those of later steps.
 
     Entries are zero if the query or the key is padding. Attentions are also zero after a step's last key.
     """

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARIES = (17, 64)
 WIDTH = 24  # maximum number of tokens in a row
-MARGIN = 1e-5  # rows closer to a warper's boundary are drawn again, because rounding decides
+MARGIN = 1e-5  # rows closer to a warper's boundary are drawn again, because rounding could decide
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Row:
         return self.ids[: self.prompt_length]
 
     def context(self, *names: str) -> dict:
-        """Return the fields about the tokens that a processor may read, so that they can be recorded."""
+        """Return the fields that describe the tokens to a processor, so that these fields can be recorded."""
         return {name: getattr(self, name) for name in ("ids", "length", *names)}
 
 
@@ -55,7 +55,7 @@ def draw_row(rng: np.random.Generator) -> Row:
 
 
 def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw scores float32[V]: most have few digits, some have exact ties or many -inf, and a few are all equal."""
+    """Draw scores, float32[V]. Most draws have few digits, some have ties or many -inf, and a few have equal scores."""
     scores = rng.standard_normal(vocab) * rng.choice([0.3, 1.0, 3.0, 10.0]) + rng.choice([0.0, 0.0, -5.0, 20.0])
     if rng.random() < 0.25:
         scores = np.round(scores * 2) / 2
@@ -71,7 +71,7 @@ def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def number(value: float) -> float:
-    """Round to float32, so that both sides use the same number."""
+    """Round to float32, so that both libraries use the same number."""
     return float(np.float32(value))
 
 
@@ -90,7 +90,7 @@ def some_ids(row: Row, rng: np.random.Generator, most: int) -> list[int]:
 def draw_sequences(row: Row, rng: np.random.Generator) -> list[tuple[int, ...]]:
     """Draw 1 to 8 sequences of up to 4 ids. Many begin with the row's last tokens.
 
-    None has exactly one id more than the row has tokens, because 4.41.1 ignores those. Later releases fixed this.
+    None has exactly one id more than the row has tokens, because 4.41.1, unlike later releases, ignores such sequences.
     """
     sequences = []
     for _ in range(int(rng.integers(1, 9))):
@@ -102,7 +102,7 @@ def draw_sequences(row: Row, rng: np.random.Generator) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(sequences))
 
 
-Drawn = tuple[dict, Callable]  # what to record in addition to scores and result, and the processor
+Drawn = tuple[dict, Callable]  # the fields to record in addition to scores and result; the processor
 
 
 def guidance(row: Row, rng: np.random.Generator) -> Drawn:
@@ -297,7 +297,7 @@ def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
 
 
 def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
-    """Return this margin for the typical warper, from the cumulative mass and the tokens' distances to the entropy."""
+    """Return the typical warper's margin, from the cumulative mass and the tokens' distances to the entropy."""
     p = probabilities(scores)
     scores, p = scores[p > 0], p[p > 0]
     distance = np.abs(-np.log(p) + np.sum(p * np.log(p)))
@@ -314,7 +314,7 @@ def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
 def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -> bool:
     """Return whether chance decided which of several equal scores were kept, because torch.sort is not stable.
 
-    For top-p, it was not chance if those with the highest ids were kept.
+    For top-p, it was not chance if the equal scores with the highest ids were kept.
     """
     kept = np.isfinite(result)
     if not np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size:

@@ -1,4 +1,4 @@
-"""Damaged and hostile schemas and patterns: each is refused in one line, or every text that it allows is valid."""
+"""Damaged and hostile schemas and patterns: each causes a one-line error, or allows only valid strings."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def slowness() -> float:
 
 
 def refusal(build, given) -> str | None:
-    """Return the one-line error, or None if it is accepted. At most two CPU seconds of a fast machine are allowed."""
+    """Return the one-line error, or None for accepted input. At most two CPU seconds of a fast machine are allowed."""
     limit, start = slowness(), time.process_time()
     try:
         build(given)
@@ -325,7 +325,7 @@ PIECES = [
 
 
 def check_pieces(seed: int, count: int) -> tuple[int, int]:
-    """Check that texts of randomly assembled patterns match as a whole in ECMAScript, with or without the flag u."""
+    """Check that strings of randomly assembled patterns match as a whole in ECMAScript, with or without the flag u."""
     source, rng, refused = random.Random(seed), np.random.default_rng(seed), 0
     for _ in range(count):
         pattern = "".join(source.choices(PIECES, k=source.randint(1, 7)))

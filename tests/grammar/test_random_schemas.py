@@ -13,7 +13,7 @@ from tests.grammar.test_json_schema import compile_schema, texts
 from tests.support.schemas import RandomSchemas, problem
 
 ROWS, BUDGET = 50, 256
-# Some random schemas are refused because of their oneOf, their size, or what they recursively require.
+# Some random schemas are rejected because of a oneOf, their size, or what they recursively require.
 EXPECTED = re.compile("may also be valid against|matches no text|is too large|of its recursion")
 
 
@@ -23,7 +23,7 @@ def storyteller():
 
 
 def supported(source: RandomSchemas, tokenizer: Tokenizer):
-    """Yield schemas and their automata. Schemas that are refused are left out."""
+    """Yield schemas and their automata. Rejected schemas are left out."""
     while True:
         schema = source.root()
         try:

@@ -246,7 +246,7 @@ def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
 
 
 def test_top_p_of_a_row_does_not_depend_on_the_others():
-    """The flat row is bisected. The other rows' boundary is among the candidates, and close to rounding."""
+    """The flat row is bisected. The other rows' boundary is among the candidates, at the limit of rounding."""
     scores = np.round(np.random.default_rng(0).normal(size=(500, 1024)) * 8, 1).astype(np.float32)
     p = np.float32(0.9999)
     beside = top_p(np.concatenate([scores, np.zeros((1, 1024), np.float32)]), p)[:-1]
@@ -295,7 +295,7 @@ def test_typical_is_exact_in_a_large_vocabulary_with_ties():
 # --- Recorded results of transformers' classes --------------------------------------------------------------------
 
 
-# Cases that the config refuses before these functions are called, and a case of beam groups.
+# Cases that the config rejects before these functions are called, and a case of beam groups.
 ELSEWHERE = {
     "temperature=2 (int)",
     "temperature=0.0",
@@ -305,7 +305,7 @@ ELSEWHERE = {
     "prefix_allowed fn -> []",
     "hamming penalty=.5, 4 beams, 2 groups, group 1",
 }
-# Cases that later releases corrected: the (row, token, score) that differ from the recorded values.
+# Cases that later releases corrected: each (row, token, score) that differs from the recorded values.
 CORRECTED = {
     "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": [(1, 1, -0.2 / 1.3), (1, 5, 0.9 * 1.3)],
     "sequence_bias len == cur_len+1 (4.41.1 skips although the prefix is there)": [(0, 1, 5.0), (1, 1, 3.8)],

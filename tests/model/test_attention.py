@@ -270,7 +270,7 @@ def test_a_known_position_in_slots_that_rows_share(monkeypatch):
 
 
 def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
-    """It depends on the number of queries and of the slots that they may see."""
+    """The form depends on the number of queries and the number of slots that they may see."""
     chosen = []
     for name in ("_without_later_keys", "_over_rows_and_heads"):
         original = getattr(module, name)
@@ -279,7 +279,7 @@ def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
     for queries, slots in [(10, 25), (10, 24), (9, 25)]:
         monkeypatch.setattr(module, "_CPU_QUERIES", queries)
         monkeypatch.setattr(module, "_CPU_SLOTS", slots)
-        jax.eval_shape(lambda *x: module._on_cpu(*x), *inputs)  # a new function, which is traced again
+        jax.eval_shape(lambda *x: module._on_cpu(*x), *inputs)  # a new function, so that it is traced again
     assert chosen == ["_without_later_keys", "_over_rows_and_heads", "_over_rows_and_heads"]
 
 

@@ -15,7 +15,7 @@ CFG = model_config()
 
 
 def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, dtype: str = "float32") -> KVCache:
-    """Return a cache of random numbers. With `copies`, return a fork of one."""
+    """Return a cache of random numbers. With `copies`, return a fork of such a cache."""
     cache = KVCache.create(CFG, rows, slots, dtype)
     if copies:
         cache = dataclasses.replace(filled(rows, slots, seed=seed + 1, dtype=dtype)).fork(copies, own)

@@ -1,4 +1,4 @@
-"""Properties of the forward pass. tests/parity/test_parity.py compares its numbers with transformers."""
+"""Properties of the forward pass. tests/parity/test_parity.py compares its results with those of transformers."""
 
 import functools
 

@@ -52,7 +52,7 @@ def test_rows_with_infinity_and_without_a_number(rows):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("columns", [896, 4864, 18944])
 def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
-    """The loop stores no converted weight, no packed weight, and no products before their sum."""
+    """The loop stores no converted weight, no packed weight, and no products that are yet to be summed."""
     weights = [jax.ShapeDtypeStruct((512, columns), dtype)] * 2
     x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
 

@@ -35,7 +35,7 @@ def test_product(shape, divided, dtype):
     ("columns", "in_parts", "parts"), [(8, True, 1), (24, True, 3), (25, True, 5), (23, True, 3), (24, False, 1)]
 )
 def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
-    """A GPU uses sums in equal parts if a number near the smallest divides the columns: 5 for 25, none for 23."""
+    """A GPU sums equal parts if a number of parts near the smallest divides the columns: 5 for 25, none for 23."""
     monkeypatch.setattr(workarounds, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
     row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))

@@ -1,7 +1,7 @@
-"""Forms for the CPU's compiler: their results, and what the compiler would do without them.
+"""Workarounds for XLA's CPU compiler: what they compute, and what the compiler would do without them.
 
-If a test of the second kind fails, the compiler has improved. The form can be removed once that is also true of the
-oldest jax release that the package supports. A version number marks the first release that does not need the form.
+If a test of the compiler fails, the compiler has improved. The workaround can be removed once the oldest supported jax
+release no longer needs it. A version number marks the first release that does not need the workaround.
 """
 
 import dataclasses

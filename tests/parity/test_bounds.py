@@ -1,6 +1,6 @@
 """Warpers compared with transformers 4.41.1, for values from the smallest positive one to the last below the bound.
 
-Both are checked against the definition in float64. They sum in float32, in different orders, so either may keep or
+Both libraries are checked against a float64 definition. They sum in float32, in different orders, so either may keep or
 remove a token whose exact value is within rounding of the bound: `MASS` for a sum of probabilities, and a relative
 error of `RATIO` for a single one. torch's sums over 151,936 tokens are off by up to `OF_TORCH`. On a CPU, XLA's float32
 has no numbers between 0 and `TINY`.

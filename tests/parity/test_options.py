@@ -66,7 +66,7 @@ def test_few_cases_are_near_ties():
 
 
 def fixed_table(prefix: list[int], vocab: int):
-    """Return the same table as a function of the history, bool[rows, V]."""
+    """Return the table of `prefix` as a function from the history to bool[rows, V]."""
 
     def table(history):
         row = jnp.arange(history.length.shape[0])[:, None]
@@ -117,12 +117,12 @@ def test_processed_scores_when_sampling(number, group):
     ours, expected = (np.where(golden["tie_is_chance"], np.sort(x), x) for x in (ours, expected))
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
     finite = np.isfinite(expected)
-    scale = np.abs(expected[expected > -1e30]).max()  # without those that remove_invalid_values sets
+    scale = np.abs(expected[expected > -1e30]).max()  # without the scores that remove_invalid_values sets
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def test_the_recorded_scores_are_useful():
-    """In most of them, the warpers leave more than one token and remove some."""
+    """In most cases, the warpers leave more than one token and remove some."""
     with np.load(GOLDENS / "441" / "options.npz") as arrays:
         left = [np.sum(arrays[key] > -1e30, axis=-1) for key in arrays if key.endswith("_scores")]
         sizes = [arrays[key].shape[-1] for key in arrays if key.endswith("_scores")]

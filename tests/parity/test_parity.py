@@ -82,7 +82,7 @@ def test_gradients_of_the_loss(name):
     found = flax.traverse_util.flatten_dict(gradient, sep=".")
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
     assert found.keys() == wanted.keys()
-    # When torch's Embedding looks up the config's pad id, its row gets no gradient. Here it is a row like any other.
+    # torch's Embedding computes no gradient for the row of the config's pad id. Here, that row is like any other.
     config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
     if config.get("pad_token_id") is not None:
         for gradients in (found, wanted):
@@ -177,7 +177,7 @@ def test_processed_scores_when_sampling(number, case):
     ids = np.asarray(case["ids"])[None]
     length = jnp.asarray([ids.shape[1]])
     history = History.begin(cfg, jnp.asarray(ids), length, budget=jnp.asarray([100]))
-    # The history extends past the prompt, and the rest counts as generated.
+    # The history is longer than the prompt. The tokens after the prompt count as generated.
     prompt = case["prompt_length"]
     history = history.replace(prompt_length=jnp.asarray([prompt]))
     cfg = jax.tree.map(jnp.asarray, cfg)  # as a program receives it

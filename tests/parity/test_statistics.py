@@ -80,7 +80,7 @@ def test_the_tail_of_the_statistic(freedom, five_percent, significant):
 def test_rare_cells_are_taken_together():
     probs = np.asarray([0.5, 0.0, 0.3, 0.01, 0.17, 0.02])
     seen = np.asarray([48, 0, 33, 2, 16, 1])
-    statistic, freedom = chi_square(seen, probs)  # the two rare cells are still too rare, and join the third
+    statistic, freedom = chi_square(seen, probs)  # the two rare cells together are too rare, and join the third
     assert freedom == 2
     assert statistic == pytest.approx(4 / 50 + 9 / 30 + 1 / 20)
     assert chi_square(np.asarray([7, 0]), np.asarray([1.0, 0.0])) == (0, 0)
@@ -142,7 +142,7 @@ def expected(setting, scores):
 
 @jax.jit
 def many_draws(key, scores):
-    """Draw like the loop does: int32[DRAWS] from `scores float32[1, V]`."""
+    """Draw tokens as the loop does, int32[DRAWS], from `scores`, float32[1, V]."""
     keys = sequence_keys(prompt_keys(key, 1), DRAWS).reshape(-1, CHUNK)
     rows = jnp.broadcast_to(scores, (CHUNK, scores.shape[1]))
     return lax.map(lambda keys: draw(keys, jnp.full(CHUNK, 2, jnp.int32), rows), keys).reshape(-1)
@@ -220,7 +220,7 @@ def test_the_kept_values_are_those_of_transformers(name):
 
 
 def parts_equal_scores(scores, kept):
-    """Return True if only some of several equal scores, float32[V], are kept."""
+    """Return True if only some of several equal scores are kept. Scores are float32[V]."""
     return bool(np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size)
 
 

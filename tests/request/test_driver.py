@@ -22,7 +22,7 @@ CAPACITY = 10
 
 @flax.struct.dataclass
 class Ticks:
-    """State of `Clock`: the number of tokens per row so far, and each row's budget, which limits it."""
+    """State of `Clock`: the number of tokens per row so far, and each row's budget, which limits this number."""
 
     step: jax.Array
     budget: jax.Array

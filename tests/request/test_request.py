@@ -1,4 +1,4 @@
-"""Runs that begin with nothing, embeddings, guidance, chunks of long prompts or a cache, and runs with hooks."""
+"""Runs without a prompt, with embeddings, guidance, long prompts in chunks, a cache, or hooks."""
 
 import dataclasses
 
@@ -170,7 +170,7 @@ def test_chunks_are_refused_where_the_whole_is_wanted():
 
 @flax.struct.dataclass
 class Feedback(StepHook):
-    """An example hook, which adds to each embedding the sum of a direction over the generated tokens."""
+    """An example hook that adds the sum of the generated tokens' directions to each embedding."""
 
     directions: jax.Array
 
@@ -184,7 +184,7 @@ class Feedback(StepHook):
 
 
 def fed_back(prompt, directions, steps=6):
-    """The reference without a cache, in which each token keeps the embedding that it was read with."""
+    """The reference without a cache, in which each token keeps the embedding with which it was read."""
     embeds = TABLE[prompt]
     total, said = jnp.zeros(MODEL.hidden_size), []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Malformed and hostile requests: each is refused with a one-line error, and other clients are not affected."""
+"""Malformed and hostile requests: each is answered with a one-line error, and other clients are not affected."""
 
 import concurrent.futures
 import contextlib

@@ -72,7 +72,7 @@ def partials(target: Path) -> list[Path]:
 
 
 def kills(target: Path, count: int) -> dict[str, int]:
-    """Kill writers at random moments, one or several at a time. Each continues what earlier writers began.
+    """Kill writers at random moments, one or several at a time. Each resumes the work of earlier writers.
 
     Returns how often each event occurred.
     """
@@ -137,7 +137,7 @@ def full_disk(target: Path) -> dict[str, int]:
 
 
 def kill_commands(options: list[str], target: Path, whole: Path, environment, kills: int) -> dict[str, int]:
-    """Kill `jaxgen OPTION...` at random moments, and continue it with a different number of shards each time.
+    """Kill `jaxgen OPTION...` at random moments, and resume it with a different number of shards each time.
 
     `whole` is the output of an uninterrupted run.
     """

@@ -30,7 +30,7 @@ MODEL = model_config(
 
 
 def check_communication(mesh: Mesh, name: str) -> None:
-    """Check that the only large transfers of a step are sums over `model`: two per layer and one for the embedding."""
+    """Check that only all-reduces over `model` are large in a step: two per layer and one for the embedding."""
     options, copies = STEPS[name]
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
     program = compile_generate(cfg, divide(MODEL, mesh), PROMPTS, 32).as_text()

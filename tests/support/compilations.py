@@ -24,8 +24,8 @@ def compilations():
 def compiled_by_other_values(run: Callable, cfg, **options: Callable) -> int:
     """Return how many programs 29 calls of `run(cfg, prompts)` compile after a first call.
 
-    Each call varies the prompts, `repetition_penalty`, eos ids and budget, and the fields in `options`, which maps each
-    of them to a function that draws a value with a NumPy generator.
+    Each call varies the prompts, `repetition_penalty`, eos ids, budget, and the fields in `options`. `options` maps
+    each field to a function that draws a value with a NumPy generator.
     """
     rng = np.random.default_rng(0)
     options = {

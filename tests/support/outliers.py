@@ -10,7 +10,7 @@ INTO = {
 
 
 def with_outliers(params, layers: int, share: float = 0.01, factor: float = 20.0, seed: int = 0):
-    """Scale some channels before the projections of each layer, and undo that in the weights that read them."""
+    """Scale some channels before each layer's projections, and undo this in the weights that read these channels."""
     flat = {name: np.asarray(leaf) for name, leaf in flax.traverse_util.flatten_dict(params, sep=".").items()}
     rng = np.random.default_rng(seed)
 

@@ -56,7 +56,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
-    """Return the copies inside loops that are as large as one layer's cache of the slots or of the pool.
+    """Return the copies made inside loops, if they have the size of one layer's cache of the slots or of the pool.
 
     If the store of prefixes has space for `stored` tokens, include copies of its size. Moves to and from on-chip memory
     do not count.
@@ -79,7 +79,7 @@ def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, li
 
 
 def _in_loops(program: str) -> list[str]:
-    """Return the instructions in loop bodies and in what these call, except fused ones."""
+    """Return the instructions in loop bodies and in the computations that these call, except fusions."""
     computations = hlo.parse(program)
     waiting = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in program.splitlines() if " while(" in line]
     assert len(waiting) >= 4, "the loops over rounds, reading, entering and decoding are missing"

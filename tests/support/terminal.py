@@ -1,4 +1,4 @@
-"""A process in its own terminal, to which a test types like a user."""
+"""A process in its own terminal, into which a test types as a user would."""
 
 import os
 import pty
@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 
-# A session's leader must open its terminal, or Ctrl-C interrupts nothing.
+# A session's leader must open the terminal; otherwise, Ctrl-C interrupts nothing.
 TAKE = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 

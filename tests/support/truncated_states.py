@@ -1,4 +1,4 @@
-"""A program that truncates and removes a saved state's files one by one, and prints how often loading it was refused.
+"""A program that truncates and removes a saved state's files one by one, and prints how often the state was rejected.
 
 It runs separately because orbax, when it fails, leaves coroutines behind that the interpreter warns about later.
 """
@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
 
 
 def is_refused(directory: Path) -> bool:
-    """Return whether the state is refused. If it is not, its values must be the ones that were written."""
+    """Return whether the state is rejected. An accepted state must have the values that were written."""
     try:
         read = read_state(directory, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE))
     except InputError:

@@ -557,7 +557,7 @@ class TestChat:
             byte_level(chat_template="").chat([USER])
 
 
-# Their first characters join the text that the template writes before them in different ways
+# Their first characters combine in different ways with the text that the template writes before them
 QUESTIONS = [
     *("Who are you?", "hi", " x", "  x", "\nx", "\n\n x", "\t", "\r\nx", "1 + 1?", ".", "...", "'s", "\u2019s"),
     *("é", "e\u0301", "你好", "\u3000x", "\u00a0x", "👋", "\u200bx", "<|im_end|>", "<x>", "-", "_", "{", "", " "),

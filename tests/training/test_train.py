@@ -245,7 +245,7 @@ def test_segments_have_their_own_positions_and_windows():
     def apply(ids, segments=None):
         return model.apply({"params": PARAMS}, ids, segment_ids=segments).logits
 
-    def alone(ids):  # padded on the right, where it does not matter, to use one program
+    def alone(ids):  # padded on the right, where padding does not matter, to use one program
         return apply(jnp.pad(ids, ((0, 0), (0, 20 - ids.shape[1]))))[:, : ids.shape[1]]
 
     packed = apply(ids, segments)
