@@ -128,6 +128,26 @@ def test_continuations_of_one_context_are_bounded(monkeypatch):
 
 
 @pytest.mark.slow
+def test_ten_thousand_texts_at_once(monkeypatch):
+    shapes = []
+    original = many.continuation_logprobs
+
+    def spy(params, contexts, context_mask, ids, *rest, **named):
+        shapes.append(ids.shape)
+        return original(params, contexts, context_mask, ids, *rest, **named)
+
+    monkeypatch.setattr(many, "continuation_logprobs", spy)
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, 61, size).tolist() for size in rng.integers(2, 100, 10_000)]
+    asked = [(text[:1], text[1:]) for text in texts]
+    found = score_many(PARAMS, asked, CFG, batch_tokens=1024)
+    assert len(found) == len(asked)
+    check(PARAMS, asked[::500], found[::500])
+    assert max(rows * width for rows, width in shapes) <= 1024
+    assert len(set(shapes)) < 40
+
+
+@pytest.mark.slow
 def test_few_programs():
     with compilations() as first:
         score_many(PARAMS, list(requests(3, 200)), CFG, batch_tokens=512)
