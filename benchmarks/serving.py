@@ -3,7 +3,7 @@
     python -m benchmarks serving --model DIR --servers jaxgen transformers llama_cpp --environments DIR --gguf FILE
     python -m benchmarks serving --alone
 
-Each server is started, warmed up, measured with each number of clients, and stopped before the next one starts. A
+Each server is started, warmed up, measured at each client count, and stopped before the next one starts. A
 client sends its next request when the last one has been answered. All servers get the same prompts, which consist of
 random words from the tokenizer, and no server gets a prompt twice. Answers are greedy and do not end early. This
 process is the load generator.
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace) -> Loads:
-    """Measure the servers in turn, with each number of clients. Each round begins with a different server."""
+    """Measure the servers in turn, at each client count. Each round begins with a different server."""
     tokenizer = Tokenizer.from_pretrained(args.model)
     found: Loads = {(server.text, clients): [] for clients in args.clients for server in args.servers}
     for turn in range(args.rounds):

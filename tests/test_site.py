@@ -24,7 +24,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def references(page: Path) -> list[tuple[str, str]]:
-    """Return the page's tags that refer to something, and their targets."""
+    """Return the page's links and resources, as pairs of tag and target."""
     return REFERENCES.findall(page.read_text("utf-8"))
 
 

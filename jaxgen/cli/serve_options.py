@@ -39,7 +39,7 @@ def parser() -> arguments.Parser:
         "--prefix-cache-bytes",
         type=arguments.natural,
         metavar="N",
-        help="size of the store of prefixes (default: 256 MB)",
+        help="size of the prefix store (default: 256 MB)",
     )
     add(
         "--grammar-states",

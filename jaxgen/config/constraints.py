@@ -2,7 +2,7 @@
 
 A constraint is met once the row contains one of its alternatives, which are sequences of token ids. The constraints
 of an option form a table, int32[C, A, W]: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
-are -1, so changing the ids does not recompile. This module does not import jax.
+are -1, so changing the ids does not cause recompilation. This module does not import jax.
 """
 
 from __future__ import annotations

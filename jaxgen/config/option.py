@@ -57,7 +57,7 @@ class Option:
         instead_of: the alternative limit, which is cleared when this option is set on the command line.
         refused: the error text for a value that is not in `offered`, with the reason and a remedy.
         offered: for an option with `refused`, the values accepted in addition to the default.
-        examples: two values; changing from the first to the second must not recompile.
+        examples: two values; changing from the first to the second must not cause recompilation.
     """
 
     name: str

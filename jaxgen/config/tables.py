@@ -1,7 +1,7 @@
 """Options made of token ids: sets, sequences and biases, and their tables in a compiled program.
 
 The numbers in a table are traced. Table sizes are static, but rounded up to powers of two; unused entries are -1.
-Changing ids therefore does not recompile, and adding ids usually does not either.
+Changing ids therefore does not cause recompilation, and adding ids usually does not either.
 """
 
 from __future__ import annotations

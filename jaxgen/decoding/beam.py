@@ -411,7 +411,7 @@ def _length_penalty(run: Run, rows: Rows) -> jax.Array:
 
 
 def _ended(rows: Rows) -> Rows:
-    """Return ended rows with only the fields that the output needs."""
+    """Return finished rows with only the fields that the output needs."""
     history = dataclasses.replace(rows.history, seen=None, prompt_seen=None, grammar=None)
     return dataclasses.replace(rows, history=history, options={}, stop_strings=None, constraints=None, hook=())
 

@@ -35,7 +35,7 @@ class Arrivals:
         index: uint32[M], the value to fold into each key.
         own_key: bool[M], True if the prompt's key is used unchanged.
         cancelled: int32[C], the numbers of cancelled prompts, padded with a number that no prompt has.
-        prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
+        prefixes: the places of the prompts' first chunks in the prefix store; None without a store.
     """
 
     request: Request
@@ -57,7 +57,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
         mode: the mode.
         places: the maximum number of waiting prompts.
         steps: the maximum number of steps in a chunk.
-        stored: the capacity of the store of prefixes, in chunks; 0 for no store.
+        stored: the capacity of the prefix store, in chunks; 0 for no store.
         key_impl: the implementation of random keys.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))

@@ -45,7 +45,7 @@ class Pool:
         states: the hidden states of all layers at the same token; see `Forward`.
         cache: a cache of the tokens read so far.
         keep: int32[R, J], the places where chunks of each prompt are stored; see `Places`. None without a store.
-        store: the store of prefixes, with a row for each chunk; or None.
+        store: the prefix store, with a row for each chunk; or None.
     """
 
     number: jax.Array
@@ -68,7 +68,7 @@ class Pool:
             run: the constants.
             queue: the waiting prompts.
             most: the maximum number of places.
-            stored: the capacity of the store of prefixes, in chunks; 0 for no store.
+            stored: the capacity of the prefix store, in chunks; 0 for no store.
         """
         chunk = chunk_size(run.cfg, _width(queue.request))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))

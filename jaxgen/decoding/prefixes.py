@@ -1,4 +1,4 @@
-"""A store of prefixes: the keys and values of whole chunks of prompts that the pool has read.
+"""A prefix store: the keys and values of whole chunks of prompts that the pool has read.
 
 The keys and values of a chunk depend only on its tokens and the tokens before it. Prompts that start with the same
 chunks can therefore copy them from the store, and the result is bit-identical to reading the chunks. The store is a

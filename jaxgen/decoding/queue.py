@@ -25,7 +25,7 @@ class Queue:
         sequences: int32[Q], the number of sequences per prompt.
         first: int32[], the place of the next prompt.
         waiting: int32[], the number of waiting prompts.
-        prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
+        prefixes: the places of the prompts' first chunks in the prefix store; None without a store.
     """
 
     request: Request

@@ -76,7 +76,7 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
-        """Return the state of `count` ended rows, with the structure that `enter` returns for `rows` and `cache`."""
+        """Return the state of `count` finished rows, with the structure that `enter` returns for `rows` and `cache`."""
         ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
         slots = cache.empty_rows(count * guidance.streams(run.cfg), cache.slots + run.capacity)
         return SampleState(constrain(ended, run.mesh, ROWS), slots)

@@ -37,7 +37,7 @@ class Loop:
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
-        stored: the capacity of the store of prefixes, in chunks; 0 for no store.
+        stored: the capacity of the prefix store, in chunks; 0 for no store.
     """
 
     form: Form
@@ -90,7 +90,7 @@ class Device:
     Args:
         params: the initial parameters. Each chunk is passed its own parameters.
         loop: everything that is the same in all chunks.
-        store_bytes: the size of the store of prefixes.
+        store_bytes: the size of the prefix store.
     """
 
     def __init__(self, params: Any, loop: Loop, store_bytes: int = 0):

@@ -44,7 +44,7 @@ class Engine:
     The tokens generated for a prompt depend on the prompt, its options, its key and the engine's sizes, but not on
     other prompts or on when they arrive. docs/engine.md lists the exact guarantees.
 
-    If the parameters are divided over several processes, each process must create the engine, with the same arguments,
+    If the parameters are split across several processes, each process must create the engine, with the same arguments,
     and close it. Prompts are submitted in process 0, where `leads` is True. The other processes follow process 0.
 
     Args:
@@ -64,7 +64,7 @@ class Engine:
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, it must be
             entirely in the answer, as in OpenAI's API.
         id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
-        prefix_cache_bytes: the size limit of the store of prefixes. A prompt that starts with the same tokens as an
+        prefix_cache_bytes: the size limit of the prefix store. A prompt that starts with the same tokens as an
             earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
             all slots need less. With 0 or a hook, there is no store.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.

@@ -37,7 +37,7 @@ def generate_many(
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
     completion contains the error, and the other prompts are still answered.
 
-    If the parameters are divided over several processes, all of them must iterate. Process 0 reads the prompts and gets
+    If the parameters are split across several processes, all of them must iterate. Process 0 reads the prompts and gets
     the completions. In the other processes, the iterator yields nothing, and ends when that of process 0 ends.
 
     Args:

@@ -1,4 +1,4 @@
-"""The index of the store of prefixes. It tracks which chunks of prompts are stored, and in which places."""
+"""The index of the prefix store. It tracks which chunks of prompts are stored, and in which places."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Flight:
         automata: the prompt's automata by table name, each with a key that equal automata share.
         number: its number on the device; `NOBODY` until it is sent there.
         remaining: the number of its sequences that have not ended.
-        chunks: the names of its chunks in the store of prefixes; None until they are needed.
+        chunks: the names of its chunks in the prefix store; None until they are needed.
         claim: its claim on the store; None before the prompt is sent and after it has been read.
         cached: the number of the prompt's tokens that were in the store.
         begun: the number of its sequences that have begun.
@@ -99,7 +99,7 @@ class Schedule:
         places: the maximum number of prompts waiting on the device.
         arrivals: the maximum number of prompts sent with a chunk.
         key: the data of the engine's key.
-        prefixes: the index of the store of prefixes.
+        prefixes: the index of the prefix store.
 
     Attributes:
         version: the version of the current weights.

@@ -294,7 +294,7 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors at the pattern's start, if the tree is there (`first`), and at its end (`last`)."""
+        """Remove anchors. `first` and `last` tell whether the tree is at the pattern's start and at its end."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(

@@ -50,7 +50,7 @@ def build_transform(
         values: the options' values for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
-        mesh: the mesh that the scores are divided over, or None.
+        mesh: the mesh that the scores are split across, or None.
     """
     options = RowOptions(cfg, values, mesh)
     steps = _processors(BEFORE_GRAMMAR, options)

@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution for sampling.
 
 Each function is named after its option. Scores are float32[rows, V]; a token that cannot be drawn has the score -inf.
-The value is `[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, or None on one device.
+The value is `[rows, 1]`, one per row. `mesh` is the mesh that the scores are split across, or None on one device.
 """
 
 from __future__ import annotations

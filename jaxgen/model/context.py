@@ -11,7 +11,7 @@ class Context:
     """Information that every weight receives about one pass.
 
     Attributes:
-        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if
+        divided: whether the weights are split across a mesh, which some forms of a product do not support; None if
             unknown; static.
         adapter: int32[B], the adapter of each row, -1 for none; None if no row has an adapter.
     """

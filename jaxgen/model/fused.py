@@ -34,7 +34,7 @@ def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict
         donate: delete the original arrays once they are fused, so that only one layer needs extra memory.
 
     Raises:
-        InputError: the parameters are divided over a mesh.
+        InputError: the parameters are split across a mesh.
     """
     if mesh_of(params) is not None:
         raise InputError(

@@ -115,7 +115,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
 def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
     """Return `plain(rows, weight)`: `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F].
 
-    `divided` says whether the weight is divided over a mesh: see `Context`.
+    `divided` says whether the weight is split across a mesh: see `Context`.
     """
     count, (features, columns) = rows.shape[0], weight.shape
     narrow = weight.dtype != jnp.float32
@@ -199,7 +199,7 @@ def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
     XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. A sum
-    with rounding is compiled by XLA. Devices cannot combine the parts of such a sum, so no axis may be divided over
+    with rounding is compiled by XLA. Devices cannot combine the parts of such a sum, so no axis may be split across
     a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
@@ -210,7 +210,7 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
     The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
     also splits long sums. `in_parts` cuts such sums into equally long parts that share one kernel. A weight that may
-    be divided over a mesh is not cut, because its columns may be on several devices.
+    be split across a mesh is not cut, because its columns may be on several devices.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1

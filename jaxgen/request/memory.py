@@ -50,7 +50,7 @@ def caches_bytes(
     slots: int | None,
     prefixes: int = 0,
 ) -> int:
-    """Return the total size in bytes of a call's prompt and sequence caches and of an engine's store of prefixes.
+    """Return the total size in bytes of a call's prompt and sequence caches and of an engine's prefix store.
 
     With `slots`, this many rows are in memory, even if there are fewer sequences.
     """
@@ -62,7 +62,7 @@ def caches_bytes(
 def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
     """Raise an `InputError` if the device does not have enough memory for a call's caches.
 
-    `width` is the width of prompts in the program. `prefixes` is the size in bytes of an engine's store of prefixes.
+    `width` is the width of prompts in the program. `prefixes` is the size in bytes of an engine's prefix store.
     """
     needed = functools.partial(
         caches_bytes,

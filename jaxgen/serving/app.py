@@ -63,7 +63,7 @@ class Service:
         params: the parameters, used to score prompts.
         name: the model's name in requests.
         context: the maximum number of tokens in a prompt and its answer together; by default the model's context.
-        fingerprint: identifies the weights and their form.
+        fingerprint: identifies the weights, their dtype and their quantization.
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.

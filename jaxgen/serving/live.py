@@ -94,7 +94,7 @@ class Live:
 
     @property
     def cached_tokens(self) -> int:
-        """The number of prompt tokens that were found in the store of prefixes."""
+        """The number of prompt tokens that were found in the prefix store."""
         return sum(handle.cached_tokens for handle in self.handles)
 
     def cancel(self) -> None:

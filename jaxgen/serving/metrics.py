@@ -17,8 +17,8 @@ _GAUGES = {
 _COUNTERS = {
     "prompt_tokens_total": "Tokens of prompts.",
     "generation_tokens_total": "Generated tokens.",
-    "prefix_cache_queries_total": "Prompt tokens looked up in the store of prefixes.",
-    "prefix_cache_hits_total": "Prompt tokens found in the store of prefixes.",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix store.",
+    "prefix_cache_hits_total": "Prompt tokens found in the prefix store.",
     "request_success_total": "Sequences that ended, by finished_reason.",
     "request_error_total": "Requests that were rejected or failed, by status.",
     "request_cancelled_total": "Requests whose client disconnected, or that ran out of time.",

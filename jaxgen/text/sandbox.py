@@ -79,7 +79,7 @@ class _Limits:
             raise TooMuch(f"makes a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Raise an error if a filter or string method would create too much; `sign` begins a format field."""
+        """Raise an error if a filter or string method would create too large a result; `sign` starts a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not offered")

@@ -206,7 +206,7 @@ class _QueueStreamer(TextStreamer):
         raise NotImplementedError
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Send the text, and None after the last text."""
+        """Send the text, followed by None if it is the last piece."""
         self.send(text)
         if stream_end:
             self.send(None)

@@ -109,7 +109,7 @@ def test_scores(params, of):
 
 @pytest.mark.slow
 def test_an_engine_serves_all_adapters(params):
-    prompts = [np.tile(IDS[0], 6).tolist() for _ in range(8)]  # long enough for the store of prefixes
+    prompts = [np.tile(IDS[0], 6).tolist() for _ in range(8)]  # long enough for the prefix store
     cfg = CFG.replace(max_new_tokens=6, prefill_chunk_size=8)
     with Engine(params, cfg, None, slots=2, prompt_width=48, prompt_options=["adapter"]) as engine:
         engine.warmup()

@@ -93,7 +93,7 @@ def with_tokens(opened, tokens: list[list[int]], done: list[bool]) -> tuple[Run,
 
 
 def test_columns_that_are_final(opened):
-    """Columns are final up to the length of the shortest live row. The padding of ended rows is already in place."""
+    """Columns are final up to the length of the shortest live row. The padding of finished rows is already in place."""
     run, rows = with_tokens(opened, [[4, 5, 6], [10], [32, 33, 34, 35]], [False, True, False])
     progress = Progress.from_rows(run, rows)
     assert progress.tokens.tolist() == [[4, 5, 6, 0, 0, 0], [10, 0, 0, 0, 0, 0], [32, 33, 34, 35, 0, 0]]

@@ -1,4 +1,4 @@
-"""The store of prefixes: prompts read a shared beginning only once, and copies are bit-identical."""
+"""The prefix store: prompts read a shared beginning only once, and copies are bit-identical."""
 
 import collections
 

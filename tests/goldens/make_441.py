@@ -1,4 +1,4 @@
-"""Make tiny random checkpoints, and record what transformers 4.41.1 computes from them (README.md has the format).
+"""Make tiny random checkpoints, and record what transformers 4.41.1 computes from them (see README.md for the format).
 
 python make_441.py --seed N --out DIR [--cases N], with a Python that has requirements-441.txt.
 """

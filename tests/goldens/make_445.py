@@ -1,4 +1,4 @@
-"""Make the goldens of DoLa, which 4.41.1 lacks, with transformers 4.45.2 (README.md has the format).
+"""Make the goldens for DoLa, which 4.41.1 lacks, with transformers 4.45.2 (see README.md for the format).
 
 python make_445.py --seed N --out DIR, with a Python that has requirements-445.txt.
 """

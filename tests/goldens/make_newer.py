@@ -1,4 +1,4 @@
-"""Make the goldens of what 4.41.1 lacks or computes differently, with transformers 5.23.0 (README.md has the format).
+"""Make the goldens for what 4.41.1 lacks or computes differently, with transformers 5.23.0 (see README.md).
 
 python make_newer.py --seed N --out DIR, with a Python that has requirements-newer.txt.
 """

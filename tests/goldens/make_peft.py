@@ -1,4 +1,4 @@
-"""Make the goldens of LoRA adapters with peft 0.11.1 and transformers 4.41.1 (README.md has the format).
+"""Make the goldens for LoRA adapters with peft 0.11.1 and transformers 4.41.1 (see README.md for the format).
 
 python make_peft.py --seed N --out DIR, with a Python that has requirements-peft.txt.
 """

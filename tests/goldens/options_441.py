@@ -21,7 +21,7 @@ SETS = 40
 LONGEST = 24  # tokens of a prompt
 STEPS = (0, 2, 5)  # steps whose processed scores are recorded
 ROWS = 3  # rows of each set for these steps
-MARGIN = 1e-4  # warpers with a boundary closer than this are drawn again, because rounding could decide
+MARGIN = 1e-4  # warpers with a boundary closer than this are redrawn, as rounding could change what they keep
 
 OPTIONS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),

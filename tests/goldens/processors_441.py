@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARIES = (17, 64)
 WIDTH = 24  # maximum number of tokens in a row
-MARGIN = 1e-5  # rows closer to a warper's boundary are drawn again, because rounding could decide
+MARGIN = 1e-5  # rows closer to a warper's boundary are redrawn, as rounding could change what they keep
 
 
 @dataclasses.dataclass

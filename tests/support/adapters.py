@@ -13,7 +13,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def factors(model, rank: int, seed: int, targets=ALL, scale: float = 0.3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return A and B of each module, by its name."""
+    """Return each module's factors A and B, keyed by the module's name."""
     rng = np.random.default_rng(seed)
     found = {}
     for name, shape in param_shapes(model).items():

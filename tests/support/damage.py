@@ -122,7 +122,7 @@ class Case:
 
 
 def good(folder: Path) -> Path:
-    """Write a checkpoint with a tokenizer and without faults."""
+    """Write a valid checkpoint, including a tokenizer."""
     path = write(folder, CONFIG, weights(CONFIG), GENERATION)
     (path / "chat_template.jinja").write_text(CHATML)
     return save(path, byte_level_backend(), tokenizer_config={"eos_token": "<|im_end|>", "pad_token": "<|end|>"})

@@ -58,7 +58,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
     """Return the copies made inside loops, if they have the size of one layer's cache of the slots or of the pool.
 
-    If the store of prefixes has space for `stored` tokens, include copies of its size. Moves to and from on-chip memory
+    If the prefix store has space for `stored` tokens, include copies of its size. Moves to and from on-chip memory
     do not count.
     """
     model = model_of(cfg)

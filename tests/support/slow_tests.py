@@ -10,7 +10,7 @@ import zlib
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One of `parts` parts, counted from 1. Each test is in exactly one part, which depends on the seed."""
+    """One of `parts` parts of the slow tests, numbered from 1. The seed decides which part a test is in."""
 
     part: int = 1
     parts: int = 1
