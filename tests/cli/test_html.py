@@ -30,6 +30,7 @@ def test_a_page_has_the_answers_and_their_log_probabilities(run, checkpoint, tmp
     assert likeliest["logprob"] == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_values_are_those_of_logprobs(run, checkpoint, tmp_path):
     page, lines = tmp_path / "page.html", tmp_path / "lines.txt"
     lines.write_text("A\n")

@@ -249,6 +249,7 @@ class TestInput:
     def lines(self, out):
         return [json.loads(line) for line in out.splitlines()]
 
+    @pytest.mark.slow
     def test_lines(self, run, ending, tmp_path):
         (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\nUVW\n", encoding="utf-8")
         options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--slots", 2)

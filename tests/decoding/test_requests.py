@@ -113,6 +113,7 @@ def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
     check(cfg, extensions)
 
 
+@pytest.mark.slow
 def test_any_prompts_with_everything_of_their_own():
     """Any three prompts, in any order and even repeated, give the results of the whole run."""
     tok, rng = byte_level(), np.random.default_rng(5)

@@ -261,6 +261,7 @@ def test_prompts_that_are_refused(engine, prompt, error, words):
         engine.submit(prompt)
 
 
+@pytest.mark.slow
 def test_the_error_of_a_prompt_is_its_result():
     cfg = SIMPLE.replace(do_sample=False)
     ends = TokenAutomaton.from_regex("[a-c]", TOK, vocab_size=320)

@@ -68,6 +68,7 @@ def test_a_copy_has_these_bits_in_a_store_that_is_too_small():
     check_copies("float32", 4 * size + 100, 4)
 
 
+@pytest.mark.slow
 def test_what_is_in_the_store_is_not_read_again():
     cfg = config()
     prompt, other = related_prompts(2, seed=2)

@@ -132,6 +132,7 @@ class TestKinds:
         out = generate({**params, "lm_head": {"weight": update}}, [[9]], None, cfg)
         assert out.sequences.tolist() == [[9, 8, 7, 6, 5]]
 
+    @pytest.mark.slow
     def test_a_new_kind_is_one_class(self):
         def halved(params):
             return jax.tree.map(lambda x: Halves.of(x) if x.ndim == 2 else x, params)

@@ -113,6 +113,7 @@ def test_logits_of_many_short_continuations_are_bounded(monkeypatch):
     assert max(rows) == 16
 
 
+@pytest.mark.slow
 def test_continuations_of_one_context_are_bounded(monkeypatch):
     sizes = []
     original = many.continuation_logprobs
