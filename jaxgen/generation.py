@@ -100,12 +100,20 @@ def generate(
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
+    own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, "hook": hook}
+    return _generate(params, cfg, inputs, own, prefix_allowed_tokens_fn, tokenizer, streamer, assistant)
+
+
+def _generate(
+    params, cfg: GenerationConfig, inputs: CallInputs, own: dict[str, Any], allowed, tokenizer, streamer, assistant
+) -> GenerateOutput:
+    """Check a call, then run it, or trace it under jit. `own` contains the caller's functions by name."""
     check_call(params, cfg)
     refuse_unavailable(cfg)
     draft = None
     if assistant is not None:
         draft, cfg = open_assistant(assistant, cfg)
-    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
+    extensions = extensions_of(cfg, tokenizer=tokenizer, **own)
     if streamer is not None:
         _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
@@ -116,7 +124,6 @@ def generate(
     for name, value in on_host.items():
         if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
-    allowed = prefix_allowed_tokens_fn
     if cfg.token_healing:
         inputs, allowed = heal(cfg, inputs, allowed, tokenizer)
     with _allowed(allowed, cfg, eager=not traced) as (computed, calls):

@@ -210,7 +210,9 @@ def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) ->
 def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Session) -> dict[str, Any]:
     count, reason = int(np.asarray(out.lengths)[row]), StopReason(int(np.asarray(out.stop_reasons)[row]))
     tokens = np.asarray(out.sequences)[row, out.prompt_width :][:count].tolist()
-    logged = None if out.logprobs is None else LogProbs(out.logprobs[row, :count])
+    logged = None
+    if out.logprobs is not None:  # cut on the host, where a new length compiles nothing
+        logged = LogProbs(np.asarray(out.logprobs)[row, :count])  # pyright: ignore[reportArgumentType]
     sequence = row % session.cfg.num_return_sequences
     return _entry(
         line, Completion(0, sequence, line.ids, tokens, text, reason, logged, failure_text(reason, count)), session

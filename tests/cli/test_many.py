@@ -5,15 +5,22 @@ import os
 import re
 import types
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxgen import demo
 from jaxgen.cli import many, terminal
 from jaxgen.cli.answer_file import AnswerFile
+from jaxgen.cli.input_file import Line
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.schedule import Counts
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.answers import kill_commands
+from tests.support.compilations import compilations
+from tests.support.tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,6 +143,22 @@ class TestForms:
         shown.clear()
         assert run(*options, "--num-beams", 2, "--max-new-tokens", 3, "--output", tmp_path / "beams")[0] == 0
         assert re.fullmatch(r"10 of 10 prompts, [\d,]+ tokens/s, 0:00:00 left", shown[-2])
+
+
+def test_rows_of_any_length_compile_nothing():
+    out: Any = types.SimpleNamespace(
+        lengths=np.asarray([3, 5]),
+        stop_reasons=np.full(2, StopReason.LENGTH),
+        sequences=np.zeros((2, 9), np.int32),
+        prompt_width=4,
+        logprobs=jnp.zeros((2, 5)),
+    )
+    cfg = types.SimpleNamespace(num_return_sequences=1, output_logprobs="logits")
+    session: Any = types.SimpleNamespace(cfg=cfg, tokenizer=byte_level())
+    with compilations() as count:
+        rows = [many._of_row(Line({}, [1], 5), out, row, "", session) for row in range(2)]
+    assert [len(row["logprobs"]) for row in rows] == [3, 5]
+    assert count[0] == 0
 
 
 def test_the_line_that_shows_progress(monkeypatch):

@@ -83,69 +83,50 @@ def test_a_sliding_window():
     check(PARAMS, asked, score_many(PARAMS, asked, cfg), cfg)
 
 
-def test_a_context_is_read_once(monkeypatch):
-    read = []
-    original = many.continuation_logprobs
-
-    def spy(params, contexts, mask, *rest, **sizes):
-        read.append(int(np.sum(np.asarray(mask)[:, -2])))  # counts contexts of more than one token
-        return original(params, contexts, mask, *rest, **sizes)
-
-    monkeypatch.setattr(many, "continuation_logprobs", spy)
-    context = list(range(20))
-    asked = [(context, [i, i + 1]) for i in range(30)] + [([5, *context], [1]), (context, [7])]
-    check(PARAMS, asked, score_many(PARAMS, asked, CFG))
-    assert sum(read) == 2
-
-
-def test_logits_of_many_short_continuations_are_bounded(monkeypatch):
-    rows = []
-    original = many.continuation_logprobs
+@pytest.fixture
+def batches(monkeypatch):
+    """Return a list to which each scored batch appends its contexts' mask and its continuations."""
+    found, original = [], many.continuation_logprobs
 
     def spy(params, contexts, context_mask, ids, *rest, **sizes):
-        rows.append(len(ids))
+        found.append((np.asarray(context_mask), ids))
         return original(params, contexts, context_mask, ids, *rest, **sizes)
 
     monkeypatch.setattr(many, "continuation_logprobs", spy)
+    return found
+
+
+def test_a_context_is_read_once(batches):
+    context = list(range(20))
+    asked = [(context, [i, i + 1]) for i in range(30)] + [([5, *context], [1]), (context, [7])]
+    check(PARAMS, asked, score_many(PARAMS, asked, CFG))
+    assert sum(np.sum(mask[:, -2]) for mask, _ in batches) == 2  # contexts of more than one token
+
+
+def test_logits_of_many_short_continuations_are_bounded(batches, monkeypatch):
     monkeypatch.setattr(many, "LOGITS_AT_ONCE", 16 * 61)
     asked = [([i], [j]) for i in range(20) for j in range(4)]
     check(PARAMS, asked, score_many(PARAMS, asked, CFG))
-    assert max(rows) == 16
+    assert max(len(ids) for _, ids in batches) == 16
 
 
 @pytest.mark.slow
-def test_continuations_of_one_context_are_bounded(monkeypatch):
-    sizes = []
-    original = many.continuation_logprobs
-
-    def spy(params, contexts, context_mask, ids, *rest, **named):
-        sizes.append(ids.size)
-        return original(params, contexts, context_mask, ids, *rest, **named)
-
-    monkeypatch.setattr(many, "continuation_logprobs", spy)
+def test_continuations_of_one_context_are_bounded(batches):
     asked = [([7], [n % 61 for n in range(length)]) for length in range(40, 72)]
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=256))
-    assert max(sizes) <= 256 + 4  # one column more than the model reads, in at most 4 rows
+    assert max(ids.size for _, ids in batches) <= 256 + 4  # one column more than the model reads, in at most 4 rows
 
 
 @pytest.mark.slow
-def test_ten_thousand_texts_at_once(monkeypatch):
-    shapes = []
-    original = many.continuation_logprobs
-
-    def spy(params, contexts, context_mask, ids, *rest, **named):
-        shapes.append(ids.shape)
-        return original(params, contexts, context_mask, ids, *rest, **named)
-
-    monkeypatch.setattr(many, "continuation_logprobs", spy)
+def test_ten_thousand_texts_at_once(batches):
     rng = np.random.default_rng(5)
     texts = [rng.integers(0, 61, size).tolist() for size in rng.integers(2, 100, 10_000)]
     asked = [(text[:1], text[1:]) for text in texts]
     found = score_many(PARAMS, asked, CFG, batch_tokens=1024)
     assert len(found) == len(asked)
     check(PARAMS, asked[::500], found[::500])
-    assert max(rows * width for rows, width in shapes) <= 1024
-    assert len(set(shapes)) < 40
+    assert max(ids.size for _, ids in batches) <= 1024
+    assert len({ids.shape for _, ids in batches}) < 40
 
 
 @pytest.mark.slow
