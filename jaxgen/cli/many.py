@@ -226,7 +226,7 @@ def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
     if done.error is not None:
         entry["error"] = in_flags(failure_text(done.stop_reason, len(done.tokens)) or done.error)
     if session.cfg.output_logprobs is not None:
-        logprobs = () if done.logprobs is None else np.asarray(done.logprobs.logprobs).round(6).tolist()
+        logprobs = () if done.logprobs is None else np.asarray(done.logprobs.logprobs, np.float64).round(6).tolist()
         entry["logprobs"] = [
             {"id": token, "token": session.tokenizer.decode([token], skip_special_tokens=False), "logprob": value}
             for token, value in zip(done.tokens, logprobs, strict=True)

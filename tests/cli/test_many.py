@@ -151,13 +151,14 @@ def test_rows_of_any_length_compile_nothing():
         stop_reasons=np.full(2, StopReason.LENGTH),
         sequences=np.zeros((2, 9), np.int32),
         prompt_width=4,
-        logprobs=jnp.zeros((2, 5)),
+        logprobs=jnp.full((2, 5), -0.1),
     )
     cfg = types.SimpleNamespace(num_return_sequences=1, output_logprobs="logits")
     session: Any = types.SimpleNamespace(cfg=cfg, tokenizer=byte_level())
     with compilations() as count:
         rows = [many._of_row(Line({}, [1], 5), out, row, "", session) for row in range(2)]
-    assert [len(row["logprobs"]) for row in rows] == [3, 5]
+    values = [[token["logprob"] for token in row["logprobs"]] for row in rows]
+    assert values == [[-0.1] * 3, [-0.1] * 5]  # and not -0.10000000149011612
     assert count[0] == 0
 
 
