@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,13 @@ from convert import CheckpointError
 from convert.errors import SHOWN_PROBLEMS
 from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
 from jaxgen.text import json_file
+from tests.support.bounded import MOST_SECONDS, bounded
 from tests.support.damage import cases
 from tests.support.slow_tests import Choice
 from tests.support.templates import HOSTILE
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS, BYTES = 2.0, 500 << 20
+BYTES = 500 << 20
 SEED = Choice.of_environment().seed
 # Errors about the conversation rather than a file.
 OF_THE_CONVERSATION = ("prompt 0 has no tokens", "this tokenizer has no chat template")
@@ -38,7 +38,7 @@ def outcomes(folder: Path, count: int) -> list[dict]:
 
 def check(outcome: dict) -> None:
     text, lines = outcome["text"], outcome["text"].split("\n")
-    assert outcome["seconds"] < SECONDS, outcome
+    assert outcome["seconds"] < MOST_SECONDS, outcome
     assert outcome["bytes"] < BYTES, outcome
     if outcome["kind"] == "loaded":
         assert not text, outcome
@@ -122,14 +122,11 @@ def test_the_command_prints_a_bounded_line(tmp_path, call):
     assert re.search(r"; and 9\d\d more$", err)
 
 
-@pytest.mark.parametrize("count", [10_000, 100_000])
-def test_duplicate_keys_take_linear_time(tmp_path, count):
+def test_duplicate_keys_do_not_take_quadratic_time(tmp_path):
     file = tmp_path / "x.json"
-    file.write_text("{" + ",".join(f'"{n}":1,"{n}":1' for n in range(count)) + "}")
-    start = time.process_time()
-    with pytest.raises(ConfigError, match="duplicate keys: 0, 1, 10, "):
+    file.write_text("{" + ",".join(f'"{n}":1,"{n}":1' for n in range(100_000)) + "}")
+    with bounded(), pytest.raises(ConfigError, match="duplicate keys: 0, 1, 10, "):
         json_file.read_json(file)
-    assert time.process_time() - start < count * 2e-5
 
 
 def test_json_that_is_fine(tmp_path):

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ from convert import CheckpointError, load_hf, save_hf
 from jaxgen import fuse_projections
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.training import lora
+from tests.support.bounded import bounded
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,9 +196,8 @@ def test_an_eos_token_that_can_never_come(qwen2):
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 10_000}, {"head_dim": 10**9}, {"vocab_size": 2**31 - 1}])
 def test_a_config_far_larger_than_the_files(qwen2, changes):
     edit(qwen2 / "config.json", **changes)
-    start = time.process_time()
-    found = problems(qwen2)
-    assert time.process_time() - start < 2
+    with bounded():
+        found = problems(qwen2)
     assert f"{qwen2 / 'config.json'}: describes " in found[0] or "is missing" in found[0]
 
 

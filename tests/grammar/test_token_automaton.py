@@ -1,6 +1,5 @@
 import json
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxgen.grammar import token_automaton
 from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from tests.support.bounded import bounded
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
 
@@ -487,10 +487,8 @@ class TestPrefixes:
         ],
     )
     def test_prefixes_that_are_refused(self, prefixes, words):
-        start = time.process_time()
-        with pytest.raises(InputError, match=words):
+        with bounded(), pytest.raises(InputError, match=words):
             TokenAutomaton.from_prefixes(prefixes, byte_level())
-        assert time.process_time() - start < 2
 
     def test_a_long_prefix(self):
         automaton = TokenAutomaton.from_prefixes(["hello " * 1000], byte_level())

@@ -2,12 +2,12 @@
 
 import sys
 import threading
-import time
 
 import pytest
 
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text import chat_template, sandbox
+from tests.support.bounded import bounded
 from tests.support.tokenizers import CHATML
 
 LARGE = "{% set s = 'a' * 900000 %}{% set n = 'a' * 400000 + 'b' %}"
@@ -61,9 +61,8 @@ def test_what_good_templates_do(template, text):
 
 def test_a_long_conversation_is_no_attack():
     long = [{"role": "user", "content": "word " * 400_000}, *USER * 2000]
-    start = time.process_time()
-    text = render(CHATML, long)
-    assert time.process_time() - start < 5
+    with bounded():
+        text = render(CHATML, long)
     assert len(text) > 2_000_000
     accumulating = "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s ~ m.content %}{% endfor %}"
     assert render(accumulating + "{{ ns.s|length }}", USER * 3000) == "6000"
