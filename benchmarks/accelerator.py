@@ -67,87 +67,95 @@ PARTS = {
     3: "many rows, 8-bit weights and caches, reserved slots",
     4: "the middle size, beams, drafts, training",
 }
-_TESTS = ("tests/test_device.py", "tests/parity/test_parity.py")
-_CHOSEN = "device or test_greedy_tokens or test_logits"
+_CHOSEN = ("-m", "device or not slow", "-k", "device or test_greedy_tokens or test_logits")
+_FILES = ("tests/test_device.py", "tests/parity/test_parity.py")
+_TESTS = ("pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default", *_CHOSEN, *_FILES)
 
 
-def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Path | None = None) -> list[Step]:
-    """Return the steps of a part, most valuable first. `environments` contains transformers' environment, if any."""
-    count, lengths = ("--rounds", str(sizes.rounds)), ("--new-tokens", str(sizes.new_tokens))
-    others = () if environments is None else ("--environments", str(environments))
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the steps of all parts have in common.
 
-    def checkpoint(shape: str, minutes: float) -> Step:
+    Attributes:
+        sizes: the sizes.
+        models, results: the directories of the checkpoints and of the results.
+        environments: the directory with transformers' environment, if there is one.
+    """
+
+    sizes: Sizes
+    models: Path
+    results: Path
+    environments: Path | None = None
+
+    def checkpoint(self, shape: str, minutes: float) -> Step:
+        """Return the step that makes a checkpoint."""
+        words = ("benchmarks", "checkpoint", str(SHAPES / shape), str(self.models / shape))
+        return Step(f"checkpoint-{shape}", words, minutes)
+
+    def suite(self, name: str, shape: str, minutes: float, *words: str, prompt: int | None = None) -> Step:
+        """Return the step that runs a suite, with prompts of `prompt` tokens or of the usual size."""
+        others = () if self.environments is None else ("--environments", str(self.environments))
+        rounds = ("--rounds", str(self.sizes.rounds))
+        # Training has no prompts.
+        prompts = () if name == "train" else ("--prompt", str(prompt or self.sizes.prompt))
         return Step(
-            f"checkpoint-{shape}", ("benchmarks", "checkpoint", str(SHAPES / shape), str(models / shape)), minutes
+            f"{name}-{shape}", ("benchmarks", name, *self._places(shape), *rounds, *prompts, *others, *words), minutes
         )
 
-    def suite(name: str, shape: str, minutes: float, *words: str, prompt: int | None = sizes.prompt) -> Step:
-        prompts = () if prompt is None else ("--prompt", str(prompt))
-        common = ("--model", str(models / shape), "--results", str(results), *count, *prompts, *others)
-        return Step(f"{name}-{shape}", ("benchmarks", name, *common, *words), minutes)
+    def profile(self, shape: str, mode: str, minutes: float = 1) -> Step:
+        """Return the step that profiles a mode with fused projections."""
+        sizes = ("--prompt", str(self.sizes.prompt), "--new-tokens", str(self.sizes.new_tokens))
+        words = ("benchmarks", "profile", *self._places(shape), *sizes, "--mode", mode, "--form", "fused")
+        return Step(f"profile-{shape}-{mode}-fused", words, minutes)
 
-    def profile(shape: str, mode: str, form: str, minutes: float = 1) -> Step:
-        words = ("--model", str(models / shape), "--results", str(results), "--prompt", str(sizes.prompt))
-        return Step(
-            f"profile-{shape}-{mode}-{form}",
-            ("benchmarks", "profile", *words, *lengths, "--mode", mode, "--form", form),
-            minutes,
-        )
+    def _places(self, shape: str) -> tuple[str, ...]:
+        return ("--model", str(self.models / shape), "--results", str(self.results))
 
-    tests = (
-        "pytest",
-        "-o",
-        "addopts=",
-        "-v",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "-m",
-        "device or not slow",
-    )
-    ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
-    small, middle, large = sizes.small, sizes.middle, sizes.large
-    rows = ("--rows", *map(str, sizes.rows), *lengths)
-    greedy_and_qwen = ("--only", "penalty", "--rows", "1", *lengths)
-    if part == 1:
+    def steps(self, part: int) -> list[Step]:
+        """Return the steps of a part, most valuable first."""
+        small, middle, large = self.sizes.small, self.sizes.middle, self.sizes.large
+        ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
+        lengths = ("--new-tokens", str(self.sizes.new_tokens))
+        rows = ("--rows", *map(str, self.sizes.rows), *lengths)
+        greedy_and_qwen = ("--only", "penalty", "--rows", "1", *lengths)
+        long = {"prompt": self.sizes.long_prompt}
+        if part == 1:
+            return [
+                self.checkpoint(small, 1),
+                self.suite("sampling", small, 2, *ours, *greedy_and_qwen),
+                self.checkpoint(large, 2),
+                self.suite("sampling", large, 3, *ours, *greedy_and_qwen),
+                self.profile(small, "greedy"),
+                self.profile(large, "greedy", 2),
+                Step("tests", _TESTS, 4),
+                self.profile(small, "qwen"),
+            ]
+        if part == 2:
+            return [
+                self.checkpoint(small, 1),
+                self.suite("sampling", small, 3, *beside, *greedy_and_qwen),
+                self.checkpoint(large, 2),
+                self.suite("sampling", large, 4, *beside, *greedy_and_qwen),
+                self.suite("prefill", large, 3, *beside, "--rows", "1", **long),
+                self.suite("prefill", small, 3, *beside, "--rows", "1", **long),
+            ]
+        if part == 3:
+            kinds = ("--programs", "jaxgen", "jaxgen:int8")
+            return [
+                self.checkpoint(small, 1),
+                self.suite("batch", small, 3, *kinds, *rows),
+                self.checkpoint(large, 2),
+                self.suite("batch", large, 3, *kinds, *rows),
+                self.suite("capacity", small, 2, *kinds, *lengths, "--only", "32768"),
+                self.suite("capacity", large, 3, *kinds, *lengths, "--only", "32768"),
+            ]
         return [
-            checkpoint(small, 1),
-            suite("sampling", small, 2, *ours, *greedy_and_qwen),
-            checkpoint(large, 2),
-            suite("sampling", large, 3, *ours, *greedy_and_qwen),
-            profile(small, "greedy", "fused"),
-            profile(large, "greedy", "fused", 2),
-            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 4),
-            profile(small, "qwen", "fused"),
+            self.checkpoint(middle, 1),
+            self.suite("decode", middle, 2, *ours, *lengths),
+            self.suite("modes", middle, 4, "--programs", "jaxgen"),
+            self.checkpoint(small, 1),
+            self.suite("train", small, 2, "--programs", "jaxgen", "transformers"),
         ]
-    if part == 2:
-        return [
-            checkpoint(small, 1),
-            suite("sampling", small, 3, *beside, *greedy_and_qwen),
-            checkpoint(large, 2),
-            suite("sampling", large, 4, *beside, *greedy_and_qwen),
-            suite("prefill", large, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
-            suite("prefill", small, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
-        ]
-    if part == 3:
-        kinds = ("--programs", "jaxgen", "jaxgen:int8")
-        return [
-            checkpoint(small, 1),
-            suite("batch", small, 3, *kinds, *rows),
-            checkpoint(large, 2),
-            suite("batch", large, 3, *kinds, *rows),
-            suite("capacity", small, 2, *kinds, *lengths, "--only", "32768"),
-            suite("capacity", large, 3, *kinds, *lengths, "--only", "32768"),
-        ]
-    return [
-        checkpoint(middle, 1),
-        suite("decode", middle, 2, *ours, *lengths),
-        suite("modes", middle, 4, "--programs", "jaxgen"),
-        checkpoint(small, 1),
-        suite("train", small, 2, "--programs", "jaxgen", "transformers", prompt=None),
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +231,8 @@ def main() -> None:
     passed = True
     for part in args.parts:
         with tempfile.TemporaryDirectory() as models:
-            planned = steps(part, SIZES[args.size], Path(models), args.results.resolve(), args.environments)
+            plan = Plan(SIZES[args.size], Path(models), args.results.resolve(), args.environments)
+            planned = plan.steps(part)
             planned = list({step.name: step for step in planned}.values())  # all sizes of the tiny model are the same
             lines = [f"# Part {part}: {PARTS[part]}", "", "| step | status | seconds |", "|---|---|---:|"]
             logs = args.results / f"part-{part}"

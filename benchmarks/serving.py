@@ -14,7 +14,6 @@ process is the load generator.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ import jax
 import numpy as np
 
 from benchmarks import measure
+from benchmarks.clients import Answer, Load, measured
 from benchmarks.program import ROOT, Failed
 from convert import load_hf
 from jaxgen import GenerationConfig, Tokenizer, arguments, generate_many
@@ -48,7 +48,7 @@ LIKE_SERVER = "generate_many with the server's options"
 KINDS = ("jaxgen", "transformers", "llama_cpp")
 PACKAGES = {"jaxgen": ("jax",), "transformers": ("transformers", "torch")}  # packages whose versions the table lists
 _VERSIONS = "import sys; from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in sys.argv[1:]))"
-_STARTING, _ANSWERING, _STOPPING = 600, 600, 10  # timeouts in seconds for starting, for a request and for stopping
+_STARTING, _STOPPING = 600, 10  # time limits in seconds
 _BLOCK = 256  # tokens in a block of a cache
 
 
@@ -64,29 +64,6 @@ class Server:
     text: str
     kind: str
     words: list[str] = dataclasses.field(default_factory=list, compare=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The outcome of one request: an error, or the number of tokens and the seconds until the first token."""
-
-    tokens: int = 0
-    first: float | None = None
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """A measurement: the answers, the total seconds they took, and how many cores the load generator used meanwhile."""
-
-    answers: list[Answer]
-    seconds: float
-    cores: float | None = None
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of all clients together."""
-        return sum(answer.tokens for answer in self.answers) / self.seconds
 
 
 Loads = dict[tuple[str, int], list[Load]]  # by row name and number of clients
@@ -120,7 +97,8 @@ def compared(args: argparse.Namespace) -> Loads:
                 for clients in args.clients:
                     number = args.requests or 4 * clients
                     prompts = texts(tokenizer, clients + number, args.width, seed=(turn, clients))
-                    load = measured(server, address, prompts, clients, args.stream, args, tokenizer)
+                    body = _body(server, address, args, args.stream)
+                    load = measured(server.text, address, body, prompts, clients, tokenizer)
                     found[server.text, clients].append(load)
     return found
 
@@ -139,7 +117,8 @@ def alone(args: argparse.Namespace) -> Loads:
                 continue
             with running(server, args) as address:
                 streamed = name[0] != server.text
-                loads.append(measured(server, address, prompts, clients, streamed, args, tokenizer))
+                body = _body(server, address, args, streamed)
+                loads.append(measured(server.text, address, body, prompts, clients, tokenizer))
     return found
 
 
@@ -147,28 +126,6 @@ def texts(tokenizer: Tokenizer, number: int, width: int, seed: tuple[int, ...]) 
     """Return texts of about `width` tokens, made of random words that are single tokens."""
     words = [word.decode() for word in tokenizer.token_bytes() if word and re.fullmatch(rb" [a-z]{2,}", word)]
     return ["".join(some) for some in np.random.default_rng(seed).choice(words, (number, width))]
-
-
-def measured(
-    server: Server,
-    address: str,
-    prompts: Sequence[str],
-    clients: int,
-    stream: bool,
-    args: argparse.Namespace,
-    tokenizer: Tokenizer,
-) -> Load:
-    """Send the prompts and report errors. The first `clients` prompts warm up the server."""
-    body = _body(server, address, args, stream)
-    asyncio.run(_burst(address, body, prompts[:clients], clients))
-    begin, cpu = time.perf_counter(), time.process_time()
-    received = asyncio.run(_burst(address, body, prompts[clients:], clients))
-    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    answers = [_read(one, stream, tokenizer) for one in received]
-    for error in sorted({answer.error for answer in answers if answer.error})[:5]:
-        print(f"{server.text}, {clients} clients: {error}", file=sys.stderr)
-    print(f"{server.text}, {clients} clients: {len(answers)} answers in {seconds:.1f} s", file=sys.stderr)
-    return Load(answers, seconds, cpu / seconds)
 
 
 def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) -> dict[str, Any]:
@@ -182,78 +139,6 @@ def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) 
         return body | {"model": str(args.model.resolve()), "generation_config": json.dumps(options)}
     [model, *_] = httpx.get(f"{address}/v1/models", trust_env=False).raise_for_status().json()["data"]
     return body | {"model": model["id"], "ignore_eos": True, "repetition_penalty": 1.0}
-
-
-@dataclasses.dataclass
-class _Received:
-    """The raw response to one request, parsed later so as not to slow down other requests."""
-
-    body: bytearray = dataclasses.field(default_factory=bytearray)
-    first: float | None = None
-    error: str | None = None
-
-
-async def _burst(address: str, body: dict[str, Any], prompts: Sequence[str], clients: int) -> list[_Received]:
-    """Send all prompts, one at a time per client."""
-    waiting, received = iter(prompts), []
-    # Each request has its own connection: a reused one fails if the server closes it while the request is being sent.
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
-    options = {"limits": limits, "timeout": _ANSWERING, "trust_env": False}
-    async with httpx.AsyncClient(headers={"accept-encoding": "identity"}, **options) as client:
-
-        async def send_in_turn() -> None:
-            for prompt in waiting:
-                received.append(await _send(client, f"{address}/v1/completions", body | {"prompt": prompt}))
-
-        await asyncio.gather(*(send_in_turn() for _ in range(clients)))
-    return received
-
-
-async def _send(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> _Received:
-    got, begin = _Received(), time.perf_counter()
-    try:
-        async with client.stream("POST", url, json=body) as response:
-            async for part in response.aiter_raw():
-                got.body += part
-                if got.first is None and body["stream"] and _has_text(got.body):
-                    got.first = time.perf_counter() - begin
-            if response.status_code != 200:
-                got.error = f"status {response.status_code}: {got.body[:300].decode(errors='replace')}"
-    except httpx.HTTPError as error:
-        got.error = f"{type(error).__name__}: {error}"
-    return got
-
-
-def _events(body: bytes) -> list[dict[str, Any]]:
-    """Return the complete events of a stream."""
-    lines = body.replace(b"\r", b"").split(b"\n")[:-1]
-    return [json.loads(line[5:]) for line in lines if line.startswith(b"data:") and line[5:].strip() != b"[DONE]"]
-
-
-def _has_text(body: bytes) -> bool:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return any(choice["text"] for event in _events(body) for choice in event["choices"])
-    return False
-
-
-def _read(got: _Received, stream: bool, tokenizer: Tokenizer) -> Answer:
-    """Return the number of tokens as counted by the server or, if the server does not count them, by the tokenizer."""
-    if got.error is not None:
-        return Answer(error=got.error)
-    try:
-        events = _events(got.body) if stream else [json.loads(got.body)]
-        if errors := [event["error"] for event in events if "error" in event]:
-            return Answer(error=str(errors[0]))
-        choices = [choice for event in events for choice in event["choices"]]
-        if not any(choice.get("finish_reason") for choice in choices):
-            return Answer(error="the answer does not end with a reason")
-        usages = [event["usage"] for event in events if event.get("usage")]
-        if usages:
-            return Answer(usages[-1]["completion_tokens"], got.first)
-        text = "".join(choice["text"] for choice in choices)
-        return Answer(len(tokenizer.encode(text, add_special_tokens=False)), got.first)
-    except (ValueError, KeyError, TypeError) as error:
-        return Answer(error=f"not an answer ({type(error).__name__}: {error}): {bytes(got.body[:300])!r}")
 
 
 @contextlib.contextmanager

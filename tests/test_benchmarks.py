@@ -232,7 +232,7 @@ from benchmarks import accelerator
 
 results = Path(sys.argv[1])
 sleep = "import os, pathlib, time; pathlib.Path(%r).write_text(str(os.getpid())); time.sleep(60)" % str(results / "pid")
-accelerator.steps = lambda *_: [accelerator.Step("sleeps", ("timeit", "-n", "1", "-r", "1", sleep), 1)]
+accelerator.Plan.steps = lambda *_: [accelerator.Step("sleeps", ("timeit", "-n", "1", "-r", "1", sleep), 1)]
 sys.argv = ["accelerator", "1", "--results", str(results)]
 accelerator.main()
 """
@@ -256,7 +256,7 @@ def test_a_step_ends_with_the_command(number, tmp_path):
 @pytest.mark.parametrize("size", accelerator.SIZES)
 @pytest.mark.parametrize("part", accelerator.PARTS)
 def test_the_steps_for_an_accelerator_are_subcommands(part, size, model, tmp_path):
-    planned = accelerator.steps(part, accelerator.SIZES[size], tmp_path, tmp_path, tmp_path)
+    planned = accelerator.Plan(accelerator.SIZES[size], tmp_path, tmp_path, tmp_path).steps(part)
     made = {step.words[3] for step in planned if step.words[1] == "checkpoint"}
     for step in planned:
         module, name, *words = step.words
