@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks import measure
 from jaxgen import GenerationConfig, History, ModelConfig
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import GUIDANCE, WARP, Option
-from jaxgen.config.options import OPTIONS
 from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.row_options import RowOptions, option_values

@@ -24,7 +24,7 @@ from benchmarks import accelerator, evaluate, measure, plots, processors, progra
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen import Tokenizer
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from tests.support import checkpoints
 
 ROOT = Path(__file__).parents[1]

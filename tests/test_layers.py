@@ -73,7 +73,7 @@ def test_8_bits_are_one_kind_of_several():
         "jaxgen/model/int8.py",  # the kind of weight
         "jaxgen/model/quantization.py",  # the table of kinds
         "jaxgen/model/cache_storage.py",  # the kind of cache
-        "jaxgen/config/options.py",  # cache_dtype
+        "jaxgen/config/generation_options.py",  # cache_dtype
         "convert/hf.py",  # the documentation of load_hf and save_hf
     }
     found = {path for path in sources() if re.search("(?<!u)int8", path.read_text(), re.IGNORECASE)}

@@ -23,7 +23,7 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError, JaxgenError

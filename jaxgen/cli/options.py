@@ -15,9 +15,9 @@ from typing import Any
 from jaxgen import arguments
 from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Layers, OneOf, Text
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
-from jaxgen.config.options import OPTIONS
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxgen.config.constraints import ConstraintKind
 from jaxgen.config.generation_config import GenerationConfig, refuse_values
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import MODES
-from jaxgen.config.options import OPTIONS
 from jaxgen.config.tables import eos_list
 from jaxgen.config.values import is_tracer
 from jaxgen.errors import ConfigError, InputError, shown

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.constraints import as_forced_words
+from jaxgen.config.generation_options import OPTIONS, TRACED, GenerationOptions
 from jaxgen.config.option import (
     ASSISTED,
     BEAM,
@@ -31,7 +32,6 @@ from jaxgen.config.option import (
     SAMPLE,
     Option,
 )
-from jaxgen.config.options import OPTIONS, TRACED, GenerationOptions
 from jaxgen.config.tables import eos_list
 from jaxgen.config.values import is_array, is_tracer, thawed
 from jaxgen.errors import ConfigError, shown, warn
@@ -93,10 +93,10 @@ class _Instead:
 class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    docs/options.md lists the options; their records are in `jaxgen.config.options`. Fields of later releases default to
-    None, which means off. Most options accept one value for all prompts or one for each. An option that jaxgen knows
-    but does not offer is rejected. Only `from_hf` accepts such an option, so that it can read every checkpoint's
-    config; `generate` then rejects the option.
+    docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields of later releases
+    default to None, which means off. Most options accept one value for all prompts or one for each. An option that
+    jaxgen knows but does not offer is rejected. Only `from_hf` accepts such an option, so that it can read every
+    checkpoint's config; `generate` then rejects the option.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, REFUSED, SCORES, Option
-from jaxgen.config.options import OPTIONS
 
 _INTRODUCTION = """\
 # Options

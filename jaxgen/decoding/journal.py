@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.continuous import Sequences
 from jaxgen.decoding.queue import NOBODY
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
+from jaxgen.decoding.slots import Sequences
 
 NO_TOKEN = -1  # the token in an entry that only ends a sequence
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.needs import Needs
 from jaxgen.model.config import ModelConfig

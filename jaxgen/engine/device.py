@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxgen.config.availability import check_options
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
-from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
+from jaxgen.decoding.slots import Continuous
 from jaxgen.engine.forms import Form
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate

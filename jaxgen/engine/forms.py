@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.config.option import GREEDY, SAMPLE
-from jaxgen.config.options import OPTIONS
 from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Request

@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.tables import eos_list
 from jaxgen.engine.many import generate_many
 from jaxgen.errors import ConfigError, GenerationError, InputError

@@ -13,7 +13,7 @@ from jax import export
 
 from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn_unused
-from jaxgen.config.options import OPTIONS, TRACED
+from jaxgen.config.generation_options import OPTIONS, TRACED
 from jaxgen.decoding import loop
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.hook import StepHook

@@ -12,7 +12,7 @@ import jax
 from jax import export
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.export.file import FORMAT, forms

@@ -1,7 +1,7 @@
 """Composition of a config's enabled processors and warpers into one transform.
 
 Each option is implemented by the function of the same name in `processors` or `warpers`. The functions run in the order
-of the records in `jaxgen.config.options`, which is transformers' order.
+of the records in `jaxgen.config.generation_options`, which is transformers' order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax.errors import ConcretizationTypeError, TracerArrayConversionError, Trac
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_options import of_stage
 from jaxgen.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, RENORMALIZE, WARP
-from jaxgen.config.options import of_stage
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import processors, warpers

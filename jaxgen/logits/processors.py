@@ -1,8 +1,9 @@
 """Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
-They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V];
-a banned token has the score -inf. `history` contains the rows' tokens, and `options` the config's values per row. Each
-processor follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add one.
+They run in every decode mode, in the order of their records in `jaxgen.config.generation_options`. Scores are
+float32[rows, V]; a banned token has the score -inf. `history` contains the rows' tokens, and `options` the config's
+values per row. Each processor follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add
+one.
 
 Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
 vocabulary are ignored.

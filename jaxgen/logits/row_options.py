@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import TRACED
+from jaxgen.config.generation_options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
 

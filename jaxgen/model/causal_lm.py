@@ -325,13 +325,9 @@ class CausalLM(nn.Module):
         if cache is not None and output_attentions:
             attentions = map(cache.by_token, attentions)
         logits = self.head(_keep(states[-1], logits_to_keep), context)
-        return ModelOutput(
-            logits=logits,
-            loss=None if labels is None else mean_loss(logits, labels),
-            cache=cache,
-            hidden_states=tuple(states) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
-        )
+        loss = None if labels is None else mean_loss(logits, labels)
+        hidden_states = tuple(states) if output_hidden_states else None
+        return ModelOutput(logits, loss, cache, hidden_states, tuple(attentions) if output_attentions else None)
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""

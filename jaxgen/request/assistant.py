@@ -8,7 +8,7 @@ from typing import Any
 import flax.struct
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run

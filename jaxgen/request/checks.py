@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import GREEDY, SAMPLE
-from jaxgen.config.options import OPTIONS
 from jaxgen.config.values import is_tracer
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxgen.buckets import power_of_two, prompt_bucket
 from jaxgen.config.availability import with_hints
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.logprobs import continuation_logprobs
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import Context
@@ -21,6 +20,7 @@ from jaxgen.model.sharding import mesh_of, place_rows
 from jaxgen.programs import default_device
 from jaxgen.request.checks import check_call
 from jaxgen.request.inputs import token_ids
+from jaxgen.scoring.logprobs import continuation_logprobs
 from jaxgen.scoring.text import LOGITS_AT_ONCE, chunk_size
 
 # A 7B model in bfloat16 needs 0.5 GB for the keys and values of 8,192 tokens. On a CPU, more than 1,024 tokens do not

@@ -14,7 +14,7 @@ from jaxgen.config.availability import check_options, normal_form, refuse_unavai
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
-from jaxgen.decoding.logprobs import LogProbs, logprobs
+from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError, check_whole
@@ -25,6 +25,7 @@ from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
+from jaxgen.scoring.logprobs import logprobs
 
 # The default maximum number of logits in memory at a time: 128 MiB in float32.
 LOGITS_AT_ONCE = 2**25
@@ -70,8 +71,7 @@ def score(
             neither is set, it is the number of generated columns.
         logits_processor, prefix_allowed_tokens_fn: functions and a `TokenAutomaton`, for `of="scores"`.
         top_logprobs: the number of most likely tokens to return for each position, n.
-        chunk: the number of columns for which the logits of all rows are in memory at once. By default, as many as fit
-            into 128 MiB.
+        chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
 
     Raises:
         InputError: params, ids or mask do not match the model or each other, or `generate` could not have produced

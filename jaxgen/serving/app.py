@@ -39,8 +39,8 @@ from jaxgen.serving.protocol import (
     TokenizeRequest,
     decode,
 )
-from jaxgen.serving.reading import Asked, Reader, compiles
 from jaxgen.serving.replies import Replies
+from jaxgen.serving.requests import Asked, Reader, compiles
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.stream import EventStream, leaves
 from jaxgen.serving.text import Answer, Delta

@@ -12,7 +12,7 @@ from typing import Any
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import Completion, Event, Handle
 from jaxgen.serving.metrics import Metrics
-from jaxgen.serving.reading import Asked
+from jaxgen.serving.requests import Asked
 
 
 class Live:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.serving.protocol import ChatRequest, Common
-from jaxgen.serving.reading import Asked
+from jaxgen.serving.requests import Asked
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Call

@@ -11,8 +11,8 @@ import pytest
 from jaxgen import ConfigError, DisjunctiveConstraint, GenerationConfig, PhrasalConstraint
 from jaxgen.config.availability import normal_form, refuse_unavailable
 from jaxgen.config.generation_config import warn_unused
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import Option
-from jaxgen.config.options import OPTIONS
 from tests.support.models import model_config
 
 # Every field of transformers 4.41.1 with its default.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, History, StepHook, StopReason, TokenAutomaton
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.extensions import Extensions, as_pytree
 from jaxgen.decoding.modes import mode_of
 from jaxgen.generation import extensions_of

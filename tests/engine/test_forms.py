@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.engine.forms import Form, not_in_slots
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgen.config.generation_options import OPTIONS, of_stage
 from jaxgen.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, RENORMALIZE, WARP
-from jaxgen.config.options import OPTIONS, of_stage
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values

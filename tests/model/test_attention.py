@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
-from jaxgen.decoding.logprobs import continuation_logprobs
 from jaxgen.model import attention as module, workarounds
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import EMPTY
 from jaxgen.model.cache_storage import as_numbers, as_stored
 from jaxgen.model.context import NO_CONTEXT
 from jaxgen.model.masks import Visibility
+from jaxgen.scoring.logprobs import continuation_logprobs
 from tests.support.models import model_config, random_params, slow
 
 ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import WARP
-from jaxgen.config.options import OPTIONS
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 from jaxgen import GenerationConfig, generate
+from jaxgen.config.generation_options import of_stage
 from jaxgen.config.option import WARP
-from jaxgen.config.options import of_stage
 from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
 from jaxgen.logits import warpers

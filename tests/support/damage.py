@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from convert import load_hf
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.errors import JaxgenError
 from jaxgen.text import sandbox
 from jaxgen.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from jaxgen import (
     WatermarkingConfig,
     generate,
 )
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.reference import reference
 from tests.support import counting
 from tests.support.models import generated, left_pad, model_config, random_params
