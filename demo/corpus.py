@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from demo import facts, words
+from demo.events import EVENTS
 from demo.grammar import a, capital
-from demo.plots import EVENTS
 from demo.traits import PLAIN, TRAITS
 
 Conversation = list[dict[str, str]]

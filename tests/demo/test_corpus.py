@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from demo import corpus, facts, plots, words
+from demo import corpus, events, facts, words
 from demo.corpus import conversations, requests
 from demo.grammar import a
 
@@ -92,7 +92,7 @@ def test_every_slot_of_every_sentence_is_filled():
     rng = random.Random(1)
     request = corpus._request(rng, False)
     slots = corpus._cast(rng, request)
-    for event in plots.EVENTS.values():
+    for event in events.EVENTS.values():
         assert len(event.begins) == 2
         for step in itertools.chain(event.begins, *event.plots, [event.lessons]):
             for line in step:
