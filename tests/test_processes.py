@@ -118,6 +118,13 @@ def test_process_0_decides_for_an_engine(tmp_path, both, shape):
     assert second["submit"] == "prompts are submitted in process 0, and this is process 1"
 
 
+def test_an_engine_that_fails_in_process_0_fails_in_all(tmp_path, both):
+    save_hf(random_params(MODEL), CFG, tmp_path / "one")
+    first, second = both("fail to lead", (1, 8), tmp_path / "one")
+    assert first["errors"] == ["division by zero"] * 2
+    assert second["errors"] == ["the engine failed in process 0, which has the reason"]
+
+
 DIFFERENT = "the processes created the engine with different arguments: they must be the same in all"
 
 

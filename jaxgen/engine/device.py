@@ -31,9 +31,9 @@ class Loop:
     """Everything that stays the same in all chunks of an engine. Parameters and tables may change.
 
     Attributes:
-        form: the form of the prompts.
+        form: the options that prompts may set.
         extensions: the caller's functions.
-        mode: the decode mode, in which rows leave and enter.
+        mode: the decode mode, wrapped so that rows can leave and enter.
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
@@ -75,7 +75,7 @@ class Loop:
     @property
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue`."""
-        steps = 2 * self.steps + 8  # in the journal, each step and each entering sequence counts as a step
+        steps = 2 * self.steps + 8  # the journal needs space for steps and for entering sequences
         return {**self.of_chunk, "places": self.places, "steps": steps, "stored": self.stored}
 
     @property
@@ -105,7 +105,7 @@ class Device:
         """Create the state, with all slots free."""
         self._no_arrivals = self._placed(no_arrivals, params)
         state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-        # Commit the state, like the states that chunks return, because otherwise a second program would be compiled.
+        # Commit the state, like the states that chunks return. This avoids compiling a second program.
         self._state = self._placed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
@@ -124,7 +124,7 @@ class Device:
 
 
 def committed(tree: Any, like: Any = None) -> Any:
-    """Return arrays committed to their device, or to the device of `like`. Arrays already there are not copied."""
+    """Return arrays committed to their own device, or to that of `like`. Arrays already there are not copied."""
     leaf = jax.tree.leaves(tree if like is None else like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 

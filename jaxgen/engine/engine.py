@@ -49,8 +49,8 @@ class Engine:
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
-        cfg: the options for prompts that do not set their own. `max_new_tokens` is also the maximum that a prompt may
-            set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
+        cfg: the config. Its options apply to prompts that do not set their own. `max_new_tokens` is also the maximum
+            that a prompt may set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         slots: the number of sequences that are decoded at a time.
         prompt_width: the maximum number of tokens in a prompt.
@@ -155,17 +155,17 @@ class Engine:
         timeout: float | None = 0,
         **options: Any,
     ) -> Handle:
-        """Submit a prompt, and return immediately.
+        """Submit a prompt, and return its handle without waiting for the answer.
 
         Args:
             prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
             on_event: called in the engine's thread with each `Event`. It should return quickly. If it raises an
                 exception, the prompt ends, and the handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
-            **options: more options: any option of `GenerationConfig` that can have one value per prompt,
-                `max_new_tokens`, `stop_strings`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a
-                `TokenAutomaton`), `index` (a number that identifies the results and is folded into the key; by default,
-                one more than the previous prompt's), and `key` (a key for only this prompt).
+            **options: more named options: those of `GenerationConfig` that can have one value per prompt,
+                `max_new_tokens`, `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`),
+                `allowed` (a `TokenAutomaton`), `key` (for only this prompt) and `index`. The index identifies the
+                results and is folded into the engine's key. Its default is one more than the largest index so far.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
@@ -183,9 +183,9 @@ class Engine:
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[Event], object] | None, timeout) -> Handle:
-        """Submit a prompt. In the engine's thread, the listener receives events without text.
+        """Submit a prompt. The engine's thread calls the listener with each event, without its text.
 
-        If the prompt fails, the last event has neither tokens nor a stop reason, and the handle stores the `failure`.
+        If the prompt fails, the last event has no tokens and no stop reason, and the handle's `failure` is set.
         The other arguments and the errors are as in `submit`.
         """
         if not self.leads:
@@ -266,7 +266,7 @@ class Engine:
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params differ in form from those of the engine: create a new engine for them")
-        # Place the new weights like the present ones, because otherwise a second program would be compiled.
+        # Shard the new weights like the present ones. This avoids compiling a second program.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
@@ -277,7 +277,7 @@ class Engine:
             return self._version
 
     def warmup(self) -> None:
-        """Compile the program, so that no prompt has to wait for this. If `leads` is False, do nothing.
+        """Compile the program, so that no prompt has to wait for compilation. If `leads` is False, do nothing.
 
         Raises:
             InputError: some prompts have not been answered yet. Call this method before submitting prompts.
@@ -287,14 +287,14 @@ class Engine:
             self._check_open()
             if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
-            for _ in range(2):  # on a mesh, the first chunk returns a state that is sharded differently
+            for _ in range(2):  # twice, because on a mesh, the first chunk changes the state's sharding
                 self._warming = self.leads
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not (self._warming or self._in_flight))
         self._raise_error()
 
     def counts(self) -> Counts:
-        """Return statistics of the engine so far."""
+        """Return the engine's statistics so far."""
         with self._changed:
             return self._schedule.counts
 
@@ -363,9 +363,11 @@ class Engine:
             with self._changed:
                 self._in_flight, self._warming, self._has_ended = False, False, True
                 self._changed.notify_all()
+        if self._error is not None and self._processes is not None and self.leads:
+            self._processes.send_nothing(Step.FAIL)
 
     def _lead(self) -> None:
-        """Run chunks while there is something to do. Each chunk is started before the previous one is read."""
+        """Run chunks while there is something to do. Each chunk starts before the previous one's results are read."""
         running: tuple[jax.Array, int, float] | None = None
         while running is not None or self._can_start or self._is_open:
             with self._changed:
@@ -395,6 +397,8 @@ class Engine:
         """Run the same chunks as process 0."""
         assert self._processes is not None
         while (plan := self._processes.receive()).step != Step.END:
+            if plan.step == Step.FAIL:
+                raise EngineClosed("the engine failed in process 0, which has the reason")
             if plan.step == Step.CHUNK:
                 with self._changed:
                     self._changed.wait_for(lambda plan=plan: plan.version <= self._version)

@@ -38,14 +38,14 @@ class Prompt:
     Attributes:
         index: a number that identifies the prompt's results, and is folded into the engine's key.
         ids: int32[n], the tokens.
-        budget: the maximum number of tokens in each sequence.
+        budget: the maximum number of new tokens in each sequence.
         sequences: the number of sequences to generate.
-        options: a leaf for each option that the program supports.
+        options: for each option that prompts may set, the arrays of its value; see `Kind.leaf`.
         key: the data of the prompt's own key, or None.
         grammar: the automaton that its answers must follow, or None.
         stop_strings: the strings that end its answers, or None.
         logged: True if its results include log-probabilities.
-        top_logprobs: the number of most likely tokens to include in the log-probabilities.
+        top_logprobs: the number of most likely tokens whose log-probabilities are in the results.
         unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
     """
 
@@ -65,18 +65,18 @@ class Prompt:
 class Form:
     """The options that prompts may set, with defaults from the engine's config.
 
-    `options` names the options that prompts may set, among those that can have one value per prompt; None allows all.
-    Tables of ids have `entries` entries. `key_impl` is the implementation of random keys, or None if prompts have no
-    keys. `adapters` is the number of adapters in the parameters.
+    `options` contains the names of these options, all of which must allow one value per prompt; None means all that do.
+    Options that are tables of ids have space for `entries` entries. `key_impl` is the implementation of prompts' own
+    keys; with None, prompts cannot have their own. `adapters` is the number of adapters in the parameters.
 
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: a config with only the options that `cfg` turns on.
+        usual: the config for steps without unusual prompts, with only the options that `cfg` turns on.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
-        off: for each of these options, the value that turns it off.
+        off: for each option in `own`, the value that turns it off.
     """
 
     def __init__(
@@ -255,9 +255,9 @@ class Form:
         return Text().sets(cfg.stop_strings)[0]
 
     def request(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:
-        """Return the prompts as a request without keys, padded with empty prompts to `rows`.
+        """Return the prompts as a request without keys, with empty prompts appended to reach `rows` prompts.
 
-        `grammar` and `stops` are the initial states of the prompts.
+        `grammar` and `stops` contain each prompt's initial state in the tables of grammars and of stop strings.
         """
         ids, mask = np.zeros((rows, self.width), np.int32), np.zeros((rows, self.width), bool)
         budget, unusual = np.zeros(rows, np.int32), np.zeros(rows, bool)
@@ -275,7 +275,7 @@ class Form:
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:
-    """Return the mode or option that prevents an engine from using a config, or None."""
+    """Return the mode, option or RoPE type that prevents an engine from using a config, or None."""
     if not mode_of(cfg).refills:
         return cfg.mode
     if cfg.model.rope.type == "dynamic":
@@ -318,7 +318,7 @@ def _per_prompt() -> list[str]:
 
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
-    """Return the options that prompts may set and the options that the config turns on."""
+    """Return the options that need one value per prompt: `do_sample`, all in `options`, and all that `cfg` turns on."""
     possible = _per_prompt()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
@@ -327,7 +327,7 @@ def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
 
 
 def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
-    """Return the config with `min_new_tokens` in place of `min_length`, which depends on the prompt's length."""
+    """Return the config with `min_new_tokens` instead of `min_length`. `Form.read` computes each prompt's value."""
     if not cfg.on("min_length"):
         return cfg
     least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
@@ -345,7 +345,7 @@ def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
 
 
 def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
-    """Pad the leaf of a value to the shape of `off`."""
+    """Pad an option's array to the shape of `off`, taking the padding from `off`."""
     value = np.asarray(value, off.dtype)
     if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
         # The size of the value is rounded up, but only its used entries must fit.

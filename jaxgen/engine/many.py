@@ -37,18 +37,18 @@ def generate_many(
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
     completion contains the error, and the other prompts are still answered.
 
-    If the parameters are split across several processes, all of them must iterate. Process 0 reads the prompts and gets
-    the completions. In the other processes, the iterator yields nothing, and ends when that of process 0 ends.
+    If the parameters are split across several processes, every process must iterate. Process 0 reads the prompts and
+    gets the completions. In the other processes, the iterator yields nothing, and ends when process 0's iterator ends.
 
     Args:
         params: the parameters.
         prompts: the prompts, each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer), plus named
             options, as for `Engine.submit`. The default of `index` is the prompt's position in the iterable.
-        key: the prompt with index i uses `fold_in(key, i)`; None if no prompt samples.
+        key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
         tokenizer: the tokenizer for prompts and results as text, and for stop strings.
-        ordered: yield the completions in the order of the prompts.
+        ordered: if True, yield the completions in the order of the prompts.
         **engine: more arguments for `Engine`.
 
     Raises:
@@ -56,7 +56,7 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # unanswered prompts; more than slots, so that no slot waits for a prompt
+    most = 4 * slots  # maximum number of unanswered prompts; more than slots, so that no slot waits for a prompt
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
         completions = ended(made, prompts, most) if made.leads else iter(())
         if ordered:
@@ -113,7 +113,7 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield each prompt's position together with its completions, once all of its completions have finished."""
+    """Yield each prompt's position and completions, once all of the prompt's sequences have ended."""
     begun: dict[int, list[Completion]] = {}
     for place, completion, is_last in completions:
         begun.setdefault(place, []).append(completion)

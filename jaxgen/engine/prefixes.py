@@ -33,10 +33,10 @@ class Claim:
 
 
 class Prefixes:
-    """Chunks of prompts in a store with a fixed number of places. The least recently used chunks are evicted.
+    """An index of the chunks in a store with a fixed number of places. The least recently used chunks are evicted.
 
-    Prompts are loaded onto the device in the order in which they `enter`. A place can therefore be reassigned to a
-    later prompt before earlier prompts have copied from the place: the later prompt writes only after these copies.
+    Prompts are loaded onto the device in the order in which they `enter`. A place can therefore be reassigned while
+    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after these copies.
 
     Args:
         places: the capacity of the store, in chunks; 0 for no store.
@@ -55,7 +55,7 @@ class Prefixes:
     def of(
         cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None, hooked: bool = False
     ) -> Prefixes:
-        """Return the empty index of a store of at most `most_bytes` bytes, for prompts of at most `width` tokens.
+        """Return an empty index for a store of at most `most_bytes` bytes and prompts of at most `width` tokens.
 
         With a hook, there is no store: the hook may change the model's inputs, so equal tokens may have different keys
         and values.
@@ -80,10 +80,10 @@ class Prefixes:
         return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
 
     def names(self, ids: np.ndarray, adapter: int = -1) -> list[bytes]:
-        """Return a name for each whole chunk that can be stored. Equal chunks after equal tokens have equal names.
+        """Return a name for each whole chunk that can be stored. A chunk's name identifies all tokens up to its end.
 
-        The chunk with the last token is not stored, because the model must read this token to continue. Different
-        adapters do not share chunks.
+        The chunk with the last token is not stored, because the model must read this token to continue. Prompts with
+        different adapters do not share chunks.
         """
         names, name = [], adapter.to_bytes(4, "little", signed=True)
         for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
@@ -93,7 +93,7 @@ class Prefixes:
         return names
 
     def must_wait(self, names: list[bytes]) -> bool:
-        """Return True if a prompt in flight is about to store this prompt's next chunk, so waiting saves work."""
+        """Return True if a prompt in flight will store this prompt's first missing chunk, so waiting saves work."""
         known = self._known(names)
         return known < len(names) and names[known] in self._coming
 
@@ -102,14 +102,14 @@ class Prefixes:
         return next((number for number, name in enumerate(names) if name not in self._stored), len(names))
 
     def enter(self, names: list[bytes]) -> Claim:
-        """Claim places for a prompt that is sent to the device."""
+        """Claim places for a prompt that is about to be sent to the device."""
         known = self._known(names)
         have = tuple(self._stored[name] for name in names[:known])
         for name in reversed(names[:known]):  # in reverse order, so that a chunk outlives the chunks after it
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):
-            if name in self._stored or name in self._coming:  # this chunk is stored, but an earlier one was evicted
+            if name in self._stored or name in self._coming:  # stored or claimed, but an earlier chunk was evicted
                 continue
             if not self._free and len(self._stored) <= known:
                 break

@@ -20,6 +20,7 @@ class Step(enum.IntEnum):
     WAIT = 0  # do nothing; sent periodically because collective operations time out
     CHUNK = 1
     END = 2
+    FAIL = 3  # end, because the engine failed in process 0
 
 
 class Plan(NamedTuple):
@@ -46,7 +47,7 @@ class Processes:
     Args:
         no_arrivals: arrivals without prompts or cancellations.
         tables: the initial tables.
-        arguments: the arguments of the engine, which must be the same in all processes.
+        arguments: the engine's arguments as text, which must be the same in all processes.
 
     Raises:
         InputError: the processes have different arguments.
@@ -70,7 +71,7 @@ class Processes:
             _broadcast(tables)
 
     def send_nothing(self, step: Step) -> None:
-        """Tell the other processes to wait or to end."""
+        """Tell the other processes to wait, to end or to fail."""
         self.send(Plan(step, 0, 0, None, self._tables))
 
     def receive(self) -> Plan:
@@ -83,7 +84,7 @@ class Processes:
 
 
 def _broadcast(tree: Any) -> Any:
-    """Return the arrays of process 0, using one operation. The tree has the same structure in all processes."""
+    """Return the tree of process 0, sent in a single operation. The trees of all processes must have the same form."""
     leaves, form = jax.tree.flatten(tree)
     leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
@@ -97,7 +98,7 @@ def _broadcast(tree: Any) -> Any:
 
 
 def _digest(text: str, tree: Any) -> np.ndarray:
-    """Return a hash of a text and the arrays in a tree, uint8[32]."""
+    """Return a hash of a text and of the arrays in a tree, as uint8[32]."""
     digest = hashlib.sha256(text.encode())
     for leaf in map(np.asarray, jax.tree.leaves(tree)):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())

@@ -24,8 +24,8 @@ class Event(NamedTuple):
 
     Attributes:
         sequence: the index of the sequence within the prompt.
-        tokens: the token ids. There is at least one token if the sequence has not ended.
-        text: the new text, in whole characters; empty without a tokenizer, and in events for listeners.
+        tokens: the token ids. Only the last event of a sequence may have none.
+        text: the new text, in whole characters; empty without a tokenizer, and for the listeners of `Engine.follow`.
         stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A sequence that has ended.
+    """The result of a sequence.
 
     Attributes:
         index: the prompt's index.
@@ -47,13 +47,13 @@ class Completion:
         ids: the prompt's tokens.
         tokens: the generated tokens, including eos.
         text: the generated text, without special tokens; None without a tokenizer.
-        stop_reason: the reason why the sequence ended; NONE if it never began.
+        stop_reason: the reason why the sequence ended; `StopReason.NONE` if it never began or has not ended.
         logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely tokens, `[n, top_logprobs]`; None
             if `output_logprobs` is off in the engine's config or for the prompt.
         error: the reason why the sequence failed, or None.
-        versions: the versions of the weights that the tokens depend on, in order. The first is the version that was
-            current when the prompt was sent to the device; see `Engine.update_params`.
-        cached_tokens: the number of tokens at the start of the prompt that were in the store of prefixes.
+        versions: the versions of the weights that the tokens depend on, in ascending order. The first was current
+            when the prompt was sent to the device; see `Engine.update_params`.
+        cached_tokens: the number of tokens at the start of the prompt that were copied from the prefix store.
     """
 
     index: int
@@ -92,7 +92,7 @@ class Handle:
 
     Attributes:
         failure: the exception that `result` raises, or None.
-        cached_tokens: the number of prompt tokens found in the store of prefixes; 0 until the first event.
+        cached_tokens: the number of prompt tokens copied from the prefix store; 0 until the first event.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Handle:
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._telling = 0  # the number of running calls of the listener
+        self._telling = 0  # the number of listener calls in progress
         self._has_ended = False
         self.failure: BaseException | None = None
         self.cached_tokens = 0
@@ -175,7 +175,7 @@ class Handle:
         )
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events until all sequences have ended. Raise `EngineClosed` if the engine is closed first."""
+        """Yield events until all sequences have ended. If they cannot continue, raise `failure`."""
         reader, seen = EventReader(self._tokenizer), 0
         while True:
             with self._changed:
@@ -281,7 +281,7 @@ class EventReader:
         self._streams: dict[int, TextStream] = {}
 
     def read(self, event: Event) -> Event:
-        """Return an event with its text."""
+        """Return a copy of an event with its text filled in."""
         text = ""
         if self._tokenizer is not None:
             stream = self._streams.setdefault(event.sequence, TextStream(self._tokenizer))
@@ -290,7 +290,7 @@ class EventReader:
 
 
 def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:
-    """Return log-probabilities from columns of the journal, with the requested number of most likely tokens."""
+    """Return the log-probabilities that a prompt requests, from columns of the journal; None if it requests none."""
     if not parts or not prompt.logged:
         return None
     columns, top = np.concatenate(parts), prompt.top_logprobs

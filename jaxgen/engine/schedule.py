@@ -19,7 +19,7 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
-_CHUNK_SECONDS = 0.1  # the duration of a chunk to aim for
+_CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +61,7 @@ class Counts(NamedTuple):
         tokens: the number of generated tokens.
         steps: the number of steps taken.
         occupancy: the mean number of slots in use per step.
-        running: the current number of prompts that have their first token.
+        running: the current number of unfinished prompts that have at least one token.
         waiting: the current number of prompts that have no token yet.
     """
 
@@ -94,7 +94,7 @@ class Schedule:
     """The prompts of an engine, in the order of their arrival.
 
     Args:
-        form: the form of the prompts.
+        form: the options that prompts may set, with their defaults.
         tables: the tables of automata, by name.
         places: the maximum number of prompts waiting on the device.
         arrivals: the maximum number of prompts sent with a chunk.
@@ -176,7 +176,7 @@ class Schedule:
         return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
 
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
-        """Add a prompt to the tables and the store. Return its initial states, or None if it must wait."""
+        """Add a prompt to the tables and the store. Return the prompt's initial states, or None if it must wait."""
         if flight.chunks is None:
             flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
         if self.prefixes.must_wait(flight.chunks):
@@ -235,7 +235,7 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # every entry has a token or an end, so the prompt has been read
+            if flight.claim is not None:  # every entry records a token or a sequence's end, so the prompt has been read
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
@@ -257,7 +257,7 @@ class Schedule:
 
 
 class Pace:
-    """Controller of the number of steps in a chunk. The target is the smallest number that takes at least 0.1 seconds.
+    """Controller of the number of steps in a chunk. It aims for the fewest steps that take at least 0.1 seconds.
 
     Shorter chunks reduce latency: the first token of a prompt is read only once its chunk has ended, and prompts that
     arrive in the meantime wait for the next chunk.

@@ -31,10 +31,10 @@ class Table:
         name: the option that the automata come from.
         states: the number of states that the table has space for.
         free: the automaton for prompts that have none of their own.
-        join: returns the joint table, given a dict from each automaton's first state in the table to the automaton.
+        join: the function that builds the table from a dict of automata, keyed by their first states in the table.
 
     Attributes:
-        joint: the table on the device.
+        joint: the table of all current automata, on the device.
     """
 
     def __init__(self, name: str, states: int, free: Any, join: Callable[[dict[int, Any]], Any]):
@@ -80,7 +80,7 @@ class Table:
                 del self._parts[key]
 
     def _space(self, states: int) -> int | None:
-        """Return the first state of the first gap of `states` states, or None if there is no such gap."""
+        """Return the first state of the first gap of at least `states` states, or None if there is no such gap."""
         first = 0
         for part in sorted(self._parts.values(), key=lambda part: part.first):
             if part.first - first >= states:
@@ -103,9 +103,9 @@ def tables_of(
 
 
 def grammar_table(vocab: int, capacity: tuple[int, int]) -> Table:
-    """Return an empty table of token automata, with space for `capacity` (states, classes of tokens).
+    """Return an empty table of token automata, with space for `capacity[0]` states and `capacity[1]` classes of tokens.
 
-    Prompts without a grammar may generate every token, including special tokens.
+    Prompts without a grammar may generate any token, including special tokens.
     """
     every = np.zeros(vocab, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool), np.zeros(1, np.int32)
     free = TokenAutomaton(*every, start=np.int32(0))  # pyright: ignore[reportArgumentType]

@@ -96,6 +96,25 @@ def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
     return result
 
 
+def fail_to_lead(mesh: Mesh, checkpoint: str) -> dict:
+    """Answer a prompt, then let the engine fail in process 0. Return the errors."""
+    params, cfg = load_hf(checkpoint, mesh=mesh)
+    made = Engine(params, cfg.replace(max_new_tokens=6, do_sample=False), slots=3, prompt_width=9)
+    errors = []
+    if made.leads:
+        made.submit([5]).result()
+        made._schedule.arrivals = lambda: 1 / 0
+        try:
+            made.submit([5]).result()
+        except ZeroDivisionError as error:
+            errors.append(str(error))
+    try:
+        made.close()
+    except (ZeroDivisionError, JaxgenError) as error:
+        errors.append(str(error))
+    return {"errors": errors}
+
+
 PROMPTS = [list(range(3 + n, 6 + 2 * n)) for n in range(6)]
 
 
@@ -173,7 +192,7 @@ OPTIONS = {
 }
 
 TASKS = {"generate": load_generate_save, "fail": fail_to_save, "load": memory_of_load, "train": train_and_resume}
-TASKS |= {"engine": answer_prompts}
+TASKS |= {"engine": answer_prompts, "fail to lead": fail_to_lead}
 
 if __name__ == "__main__":
     process, port, data, model = map(int, sys.argv[2:6])
