@@ -64,7 +64,7 @@ class ModelOutput:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) in float32, cast back before the weight is applied: `Qwen2RMSNorm`."""
+    """RMS norm (arXiv 1910.07467), computed in float32 and cast back before the weight is applied: `Qwen2RMSNorm`."""
 
     eps: float
     dtype: str
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Attend from `x [B, T, D]`; return the result `[B, T, D]`, the weights, and the extended last part."""
+        """Apply attention to `x [B, T, D]`; return `[B, T, D]`, the weights, and the last part with the new tokens."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -295,22 +295,22 @@ class CausalLM(nn.Module):
             attention_mask: `[B, T]`, 0 for padding, which may be on either side; all ones by default. Padding is never
                 attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
             position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
-                attention follows this index, regardless of the positions.
+                masking always uses this index, never `position_ids`.
             segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
                 id form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
             cache: the cache of the preceding tokens, to which the new tokens are appended; None for a pass without one.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
-            key_mask: bool[B, n], for each of a row's first n tokens (not counting padding), True if it may be attended
-                to. By default, all tokens may be attended to.
+            key_mask: bool[B, n], True for those of a row's first n tokens (not counting padding) that may be attended
+                to; by default, all. Later tokens may always be attended to.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
-            output_hidden_states, output_attentions: also return these.
+            output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             context: information for the weights; see `Context`.
 
         Raises:
-            InputError: shapes do not fit, or a write would go past the cache's end or leave a gap. If the cache's new
-                length is traced, the logits of such a row are NaN instead, and nothing is overwritten.
+            InputError: shapes do not fit, or a row's tokens would go past the cache's end, into its prefix, or leave a
+                gap. If the cache's new length is traced, such a row gets NaN logits instead, and nothing is written.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
@@ -371,7 +371,7 @@ def forward(
     cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
 ) -> ModelOutput:
     """Run `CausalLM(cfg)` as a function of its parameters."""
-    module: Any = CausalLM(cfg, remat)  # according to flax, `apply` may return a pair
+    module: Any = CausalLM(cfg, remat)  # by flax's annotation, `apply` may return a pair
     return module.apply({"params": params}, ids, rngs=rngs, **inputs)
 
 
@@ -398,7 +398,7 @@ def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) 
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by its Hugging Face name, such as "model.embed_tokens.weight"."""
-    one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same parameters
+    one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same shapes
     variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
     prefix = "model.layers."

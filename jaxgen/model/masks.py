@@ -131,10 +131,10 @@ def allocate_slots(
     length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
     _check_fits(cache, start, length)
     order = slots + cache.prefix_length[:, None]
+    misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
     # Each dropped token gets its own slot past the end, because the scatter promises unique indices.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
-    slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
-    misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
+    slots = jnp.where(mask & ~misplaced[:, None], slots, dropped)
     cache, places = cache.places(slots)
     return dataclasses.replace(cache, length=length), order, places, misplaced
 

@@ -125,13 +125,20 @@ def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
     assert bool(jnp.all(jnp.isnan(out.logits[0])))
     alone = run(ids[1:], cache=jax.tree.map(lambda x: x[1:], cache), cache_position=5).logits[0]
     np.testing.assert_allclose(out.logits[1], alone, atol=ROUNDING)
-    np.testing.assert_array_equal(out.cache.keys[0][0, :, :6], cache.keys[0][0, :, :6])
+    np.testing.assert_array_equal(out.cache.keys[0][0], cache.keys[0][0])
+    inside = run(ids, cache=cache, cache_position=jnp.asarray([4, 5]))
+    assert bool(jnp.all(jnp.isfinite(inside.logits)))
 
 
-def test_a_position_in_the_shared_prefix_is_refused():
+def test_a_position_in_the_shared_prefix_is_an_error_or_nan_and_changes_nothing():
     prompt = run(tokens(1, 4), cache=KVCache.create(CFG, 1, 4)).cache
+    cache = run(tokens(2, 3), cache=prompt.fork(2, 3)).cache
     with pytest.raises(InputError, match="at least 4"):
-        eager(tokens(2, 1), cache=prompt.fork(2, 3), cache_position=3)
+        eager(tokens(2, 1), cache=cache, cache_position=3)
+    out = run(tokens(2, 1), cache=cache, cache_position=jnp.asarray([3, 4]))
+    assert bool(jnp.all(jnp.isnan(out.logits[0])))
+    assert bool(jnp.all(jnp.isfinite(out.logits[1])))
+    np.testing.assert_array_equal(out.cache.keys[0][0], cache.keys[0][0])
 
 
 def test_logits_to_keep():
