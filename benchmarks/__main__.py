@@ -25,7 +25,7 @@ PROGRAMS = (
 
 
 def main(words: list[str]) -> None:
-    """Run the subcommand that the first word names; report a wrong path or a faulty checkpoint in one line."""
+    """Run the subcommand named by the first word; report a bad path or checkpoint as a one-line error."""
     try:
         _run(words)
     except JaxgenError as error:
@@ -41,7 +41,7 @@ def _run(words: list[str]) -> None:
         sys.argv = [f"python -m benchmarks {words[0]}", *words[1:]]
         importlib.import_module(f"benchmarks.{words[0]}").main()
         return
-    from benchmarks import suites  # imports jax; some programs must set its platform first
+    from benchmarks import suites  # imports jax; some programs must first set jax's platform
 
     if not words or words[0] not in suites.SUITES:
         sys.exit(f"usage: python -m benchmarks {{{','.join((*suites.SUITES, *PROGRAMS))}}} ...")

@@ -1,10 +1,10 @@
-"""Test and benchmark an accelerator quickly, with four commands of at most nine minutes each.
+"""Test and benchmark an accelerator quickly, in four parts of at most nine minutes each.
 
     python -m benchmarks accelerator 1 --results RESULTS
 
 This runs from the source tree, installs nothing, and makes its own checkpoints with random weights. If a step fails or
-runs out of time, its completed rounds are kept, and the following steps still run. The exit status is 0 if all steps
-passed. The steps of a part share a cache of compiled programs.
+runs out of time, the results of its completed rounds are kept, and the following steps still run. The exit status is 0
+if all steps passed. The steps of a part share a cache of compiled programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import BinaryIO
 from benchmarks.program import ROOT
 
 SHAPES = Path(__file__).parent / "shapes"
-_STOPPING = 5  # seconds for a step to end after each signal
+_STOPPING = 5  # seconds to wait for a step to end after each signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ _TESTS = ("pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovide
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the steps of all parts have in common.
+    """Settings that the steps of all parts share.
 
     Attributes:
         sizes: the sizes.
@@ -93,7 +93,7 @@ class Plan:
         return Step(f"checkpoint-{shape}", words, minutes)
 
     def suite(self, name: str, shape: str, minutes: float, *words: str, prompt: int | None = None) -> Step:
-        """Return the step that runs a suite, with prompts of `prompt` tokens or of the usual size."""
+        """Return the step that runs a suite, with prompts of `prompt` tokens (default: `sizes.prompt`)."""
         others = () if self.environments is None else ("--environments", str(self.environments))
         rounds = ("--rounds", str(self.sizes.rounds))
         # Training has no prompts.
@@ -202,7 +202,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # stop it together with the programs that it starts
+        start_new_session=True,  # so that `_stop` also ends the step's child processes
     )
     try:
         status = process.wait(limit)
@@ -215,7 +215,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Stop a step and the programs that it started. An interrupt comes first, so that pytest can print its failures."""
+    """Stop a step and the programs that it started. Send SIGINT first, so that pytest can print its failures."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -233,7 +233,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as models:
             plan = Plan(SIZES[args.size], Path(models), args.results.resolve(), args.environments)
             planned = plan.steps(part)
-            planned = list({step.name: step for step in planned}.values())  # all sizes of the tiny model are the same
+            planned = list({step.name: step for step in planned}.values())  # drop repeats: the tiny models are the same
             lines = [f"# Part {part}: {PARTS[part]}", "", "| step | status | seconds |", "|---|---|---:|"]
             logs = args.results / f"part-{part}"
             logs.mkdir(exist_ok=True)

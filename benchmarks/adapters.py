@@ -1,9 +1,9 @@
-"""Measure the cost of several adapters in one batch: a decode step with and without them, in turn.
+"""Measure the cost of several adapters in one batch by timing decode steps with and without them, in turn.
 
     python -m benchmarks adapters --model random-0.5b --adapters 8 --rank 16
 
-If there are enough adapters, each row has its own for all linear layers. `python -m benchmarks compile --target h100
---adapters 8 --rank 16` reports what such a step does on an H100.
+Each row uses one adapter, for all linear layers. Rows share adapters if there are fewer adapters than rows. `python -m
+benchmarks compile --target h100 --adapters 8 --rank 16` reports what such a step does on an H100.
 """
 
 from __future__ import annotations

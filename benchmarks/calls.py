@@ -1,4 +1,4 @@
-"""Count the jaxgen code that one call of `generate()` runs: files, functions and Python calls.
+"""Count the files and functions of jaxgen that one call of `generate()` uses, and the Python calls that it makes.
 
     python -m benchmarks calls
     python -m benchmarks calls --mode qwen --list

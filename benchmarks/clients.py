@@ -1,4 +1,4 @@
-"""A load generator: clients that send completion requests to OpenAI-compatible servers, and what they receive."""
+"""A load generator: clients that send completion requests to OpenAI-compatible servers and read the answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A measurement: the answers, the total seconds they took, and how many cores the load generator used meanwhile."""
+    """A measurement: the answers, the total seconds they took, and how many cores the load generator used."""
 
     answers: list[Answer]
     seconds: float
@@ -44,9 +44,9 @@ class Load:
 def measured(
     name: str, address: str, body: dict[str, Any], prompts: Sequence[str], clients: int, tokenizer: Tokenizer
 ) -> Load:
-    """Send the prompts, each with the fields of `body`. The first `clients` prompts warm up the server.
+    """Send the prompts, each with the fields of `body`, and measure the answers to all but the first `clients` prompts.
 
-    Print errors to stderr, with the server's name.
+    The first `clients` prompts warm up the server. Print errors to stderr, with the server's name.
     """
     asyncio.run(_burst(address, body, prompts[:clients], clients))
     begin, cpu = time.perf_counter(), time.process_time()
@@ -112,7 +112,7 @@ def _has_text(body: bytes | bytearray) -> bool:
 
 
 def _read(got: _Received, stream: bool, tokenizer: Tokenizer) -> Answer:
-    """Return the number of tokens as counted by the server or, if the server does not count them, by the tokenizer."""
+    """Parse a response. If the server does not report the number of tokens, count them with the tokenizer."""
     if got.error is not None:
         return Answer(error=got.error)
     try:

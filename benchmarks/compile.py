@@ -1,4 +1,4 @@
-"""Compile `generate()` for a machine that is not available, with that machine's compiler, and report on a step.
+"""Compile `generate()` for a machine that is not available, with its compiler, and report on a decode step.
 
     python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
     python -m benchmarks compile --target v5e:2x2 --config DIR
@@ -75,7 +75,7 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
 
     shapes = param_shapes(model)
     weights = sum(map(math.prod, shapes.values()))
-    if not model.tie_word_embeddings:  # the table is only looked up
+    if not model.tie_word_embeddings:  # a step reads only a few rows of the embedding table
         weights -= math.prod(shapes["model.embed_tokens.weight"])
     rows = args.rows * max(cfg.num_beams, cfg.num_return_sequences)
     nbytes = 1 if args.form == "int8" else np.dtype(model.dtype).itemsize

@@ -1,9 +1,9 @@
-"""Create the environments of the programs that jaxgen is compared with, from the package index.
+"""Install the programs that jaxgen is compared with, each in its own environment, from the package index.
 
     python -m benchmarks environments DIR
 
-llama.cpp is compiled for this machine's instructions; CMAKE_ARGS is passed on if set. The build settings are stored
-in llama.cpp's environment, and included in its results.
+llama.cpp is compiled for this machine's instruction set. If CMAKE_ARGS is set, it replaces the default build settings.
+The settings are stored in llama.cpp's environment, and included in its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     index = [] if args.cuda or not args.torch_index else ["--extra-index-url", args.torch_index]
     steps = {  # the arguments of each pip call
         "transformers": [[args.torch, *index], ["transformers"]],
-        # Generic wheels do not use this machine's instructions.
+        # Prebuilt wheels do not use all of this machine's instructions.
         "llama_cpp": [["llama-cpp-python", "--no-binary", "llama-cpp-python"], ["gguf"]],
         "lm_eval": [[args.torch, *index], ["lm_eval[hf]"]],
         "keras_hub": [["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"]],

@@ -32,8 +32,8 @@ KINDS = {
     "jaxgen": Kind("evaluation_program.py", None),
     "hf": Kind("evaluation_program.py", "lm_eval"),
 }
-TOLERANCE = 1e-3  # relative error of a log-likelihood
-TIE = 1e-3  # greedy search may choose either of two tokens whose log-probabilities differ by no more
+TOLERANCE = 1e-3  # maximum relative difference between two log-likelihoods
+TIE = 1e-3  # greedy search may choose either of two tokens if their log-probabilities differ by at most this
 _COMMON = """
 dataset_path: json
 dataset_kwargs: {data_files: {FILES}}
@@ -115,7 +115,7 @@ def write_tasks(args: argparse.Namespace, folder: Path) -> None:
 
 
 def compared(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Return the versions, hf's trials and, for each task, both models' turns."""
+    """Run each task with both models; return versions, results, times, and how much the models' results differ."""
     cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/cache", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{folder}/hf"} | cache
     variant = str(args.max_length or "")

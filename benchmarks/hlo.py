@@ -28,7 +28,7 @@ class Operation:
         dims: the shape of each array in its result, on one device.
         nbytes: the size of its result in bytes, on one device; for an in-place update, the size of the update.
         times: how often it runs, provided that the trip counts of all inner loops are known.
-        name: the operation from which it was compiled.
+        name: the JAX operation from which it was compiled.
     """
 
     kind: str
@@ -63,9 +63,9 @@ def count(operations: list[Operation]) -> int:
 
 
 def decode_step(program: str, branches: Branches = all_branches) -> list[Operation]:
-    """Return the operations in one step of a compiled `generate`'s decode loop, including the loop's condition.
+    """Return the operations in one step of the decode loop of a compiled `generate`, including the loop's condition.
 
-    With slots, this loop is inside another loop; the inner loop comes first in XLA's text.
+    With slots, there is also an outer decode loop. XLA's text lists the inner loop first, so the inner one is found.
 
     Raises:
         ValueError: the program has no decode loop.
@@ -80,7 +80,7 @@ def decode_step(program: str, branches: Branches = all_branches) -> list[Operati
 
 
 def outside_of_decode(program: str, passes: int = 1) -> list[Operation]:
-    """Return the operations before and after the decode loop; those in loops of unknown length count `passes` times."""
+    """Return the operations outside the decode loop. A loop with an unknown trip count counts `passes` times."""
     entry = next(filter(None, (_ENTRY.match(line) for line in program.splitlines())))
     return list(_operations(parse(program), entry[1], 1, passes))
 

@@ -19,14 +19,14 @@ import numpy as np
 from benchmarks.program import Failed, Program
 
 RESULTS = Path(__file__).parent / "results"
-PAUSE = 0.5  # seconds before a turn, so that the other programs' threads can go to sleep
+PAUSE = 0.5  # seconds to wait before a turn, so that the other programs' threads can go to sleep
 TRIES = 10  # maximum number of attempts if a turn is disturbed
 Answer = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A request: the prompts, two numbers of new tokens, and transformers' options.
+    """A request to measure: the prompts' sizes, the new tokens of a long and a short run, and transformers' options.
 
     Attributes:
         short: the number of new tokens in the short run; 0 if only the first token is measured.
@@ -52,9 +52,9 @@ class Case:
 
 
 class InTurn:
-    """Several programs that take turns at the same cases.
+    """Several programs that run the same cases in turn.
 
-    Only one process can use a TPU, so on a TPU, the programs start, warm up and end in each round.
+    Only one process can use a TPU, so on a TPU, each program is started, warmed up and stopped in each round.
     """
 
     def __init__(self, programs: Sequence[Program], model: Path, vocabulary: int):
@@ -116,7 +116,7 @@ class InTurn:
         return program.ask("run", ids=ids.tolist(), new_tokens=new_tokens, room=case.room, options=case.options)
 
     def _warm_up(self, program: Program, case: Case) -> str | None:
-        """Compile for all lengths, longest first, and check results. If the program rejects the case, return why."""
+        """Compile for each length, longest first, and check the results. Return the reason if the case is rejected."""
         if case.label in self.warm[program]:
             return None
         answers = {}
@@ -162,7 +162,7 @@ class InTurn:
         return turn
 
     def _found(self, case: Case) -> Answer:
-        """Return the turns of a case and their medians, for each program that has had a turn."""
+        """Return a case with each program's turns and their summaries, or the reason why a program has none."""
         programs = {}
         for program in self.programs:
             place = (case.label, program.name)
@@ -184,7 +184,7 @@ class InTurn:
 
 
 def _compare(cases: list[Answer], names: list[str]) -> None:
-    """Add the ratios of times, turn by turn, relative to the first program and to the case `against`."""
+    """Add per-turn ratios: times relative to the first program, and steps relative to the case `against`."""
     by_label = {case["label"]: case["programs"] for case in cases}
     for case in cases:
         for name in names:
@@ -205,7 +205,7 @@ def _ratios(own: Answer, other: Answer, name: str) -> list[float]:
 def in_new_processes(
     programs: Sequence[Program], case: Case, model: Path, vocabulary: int, rounds: int
 ) -> list[Answer]:
-    """Measure start, load, first call and memory in new processes, in turn, without and with compiled programs."""
+    """Measure start, load, first call and memory in new processes, first without and then with a compilation cache."""
     turns: dict[str, list[Answer]] = {program.name: [] for program in programs}
     for _ in range(rounds):
         for program in programs:
@@ -244,7 +244,7 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 
 def read_files(model: Path) -> None:
-    """Read the weights into the operating system's cache, so that the first program does not load more slowly."""
+    """Read the weights into the operating system's cache, so that no program reads them from disk."""
     for file in model.glob("*.safetensors"):
         with open(file, "rb", buffering=0) as stream:
             while stream.read(1 << 24):
@@ -281,6 +281,6 @@ def heading() -> Answer:
 
 
 def busy_seconds() -> float:
-    """Return the total seconds for which cores have been busy since the machine started."""
+    """Return the busy time of all cores together since the machine started, in seconds."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")

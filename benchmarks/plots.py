@@ -1,4 +1,4 @@
-"""Plot results: speed against rows or tokens, bars for a single case, and a roofline for growing batches.
+"""Plot results: speed against rows or tokens, bars for a single case, and a roofline for several batch sizes.
 
 python -m benchmarks plots benchmarks/results/*/*.json
 """
@@ -46,7 +46,7 @@ def draw(file: Path) -> list[Path]:
 
 
 def _speed(own: dict[str, Any], case: dict[str, Any]) -> dict[str, float] | None:
-    """Return a program's tokens/s in a case: of decoding or, if nothing is decoded, of the prefill."""
+    """Return a program's decoding speed in a case, or its prefill speed if nothing is decoded, in tokens/s."""
     return own.get("figures", {}).get(f"{_stage(case)}_tokens_per_second")
 
 
@@ -55,7 +55,7 @@ def _stage(case: dict[str, Any]) -> str:
 
 
 def style(program: str) -> dict[str, Any]:
-    """Return the label, color and marker of a program, by its name in the results."""
+    """Return the label, color and marker of a program, given its name in the results."""
     from matplotlib import colors
 
     own = spec(program)
@@ -101,7 +101,7 @@ def _plain(axis, ticks: list[int] | None = None) -> None:
 
 
 def _against_axis(result: dict[str, Any], target: Path) -> Path:
-    """Draw tokens/s against rows or prompt length, with bars from the smallest to the largest value."""
+    """Draw tokens/s against rows or prompt length, with error bars from the smallest to the largest value."""
     axis, cases = result["axis"], result["cases"]
     figure, axes = _figure(result["title"], result)
     axes.set(xlabel=AXES[axis], ylabel=_measure(f"{_stage(cases[0])}, tokens/s", result))
@@ -109,7 +109,7 @@ def _against_axis(result: dict[str, Any], target: Path) -> Path:
     other = "prompt" if axis == "rows" else "rows"
     fixed = sorted({case[other] for case in cases})
     for number, program in enumerate(result["programs"]):
-        shift = (ticks[-1] / ticks[0]) ** (0.005 * (2 * number + 1 - len(result["programs"])))  # puts bars side by side
+        shift = (ticks[-1] / ticks[0]) ** (0.005 * (2 * number + 1 - len(result["programs"])))  # separates error bars
         for value in fixed:
             points = [
                 (case[axis] * shift, speed)
@@ -185,11 +185,11 @@ def _number(value: float) -> str:
 
 
 def _roofline(result: dict[str, Any], target: Path) -> Path:
-    """Draw decoding FLOP/s against FLOP per byte of weights, below the roof of the measured bandwidth and FLOP/s."""
+    """Draw decoding FLOP/s against FLOP per byte of weights, with the roof set by the measured bandwidth and FLOP/s."""
     bandwidth, peak = (result["probe"][name]["median"] for name in ("bytes_per_second", "flops"))
     figure, axes = _figure("Roofline", result)
     axes.set(xlabel="FLOP per byte of weights", ylabel=_measure("decode, GFLOP/s", result))
-    operations = 2 * result["model"]["weights"]  # per token of a row
+    operations = 2 * result["model"]["weights"]  # FLOP per token
     intensities = []
     for program, facts in result["programs"].items():
         points = []

@@ -16,9 +16,9 @@ _MOST_ON_DEVICE = 4 << 30  # bytes
 
 
 def probe(nbytes: int) -> dict[str, float]:
-    """Return the bytes/s of reading `nbytes` (at most 4 GB on a device), and the FLOP/s of a bfloat16 product.
+    """Return the bytes/s of reading `nbytes` (at most 4 GB on an accelerator), and the FLOP/s of a bfloat16 product.
 
-    On a device, each measurement launches several operations, because a launch takes a while.
+    On an accelerator, each measurement launches several operations at once, because each launch takes a while.
     """
     cpu = jax.default_backend() == "cpu"
     if not cpu:

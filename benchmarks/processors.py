@@ -2,9 +2,9 @@
 
     python -m benchmarks processors --rows 1 8
 
-Each option is set to its record's example value. The result is a table of median microseconds over turns. In a turn,
-each function runs a few times in a row, so a temporary slowdown of the machine affects all functions. Several functions
-in one program can be cheaper than their sum, because the compiler fuses passes over the scores.
+Each option is set to the example value in its declaration. The result is a table of medians over all turns, in
+microseconds. Each turn runs every function a few times, so a temporary slowdown of the machine affects all functions.
+In one program, several functions can take less than the sum of their times, because XLA fuses passes over the scores.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _calls(vocab: int, rows: int) -> dict[str, tuple]:
-    """Return a function and its arguments, all of which are traced, for each line of the table."""
+    """For each line of the table, return a function and its arguments, all of them traced."""
     rng = np.random.default_rng(0)
     scores = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)
     uncond = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)

@@ -1,4 +1,4 @@
-"""Profile decode steps: the slowest operations in a step, copies to the host, and the modeled step.
+"""Profile decode steps: report a step's slowest operations, its copies to the host, and its modeled time.
 
     python -m benchmarks profile --model DIR --mode qwen --form fused
 
@@ -47,7 +47,7 @@ class Operation:
 
 
 def operations(run: Callable[[int], object], short: int, long: int) -> list[Operation]:
-    """Return the operations in a step, the longest first. `run(n)` generates n tokens, and has been compiled."""
+    """Return the operations in a step, the longest first. `run(n)` generates n tokens and is already compiled."""
     times: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
     for sign, new_tokens in ((-1, short), (1, long)):

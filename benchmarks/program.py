@@ -20,7 +20,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of program: its file, its environment and its options. The first variant and dtype are the defaults."""
+    """A kind of program: its file, environment, variants and dtypes. The first variant and dtype are the defaults."""
 
     file: str
     environment: str | None  # its directory, named after the package; None for this interpreter
@@ -72,7 +72,7 @@ def spec(text: str) -> Spec:
 
 
 class Failed(Exception):
-    """Raised if a program cannot do what it was asked to do, or does something else."""
+    """Raised if a program fails, or if its results or times are not valid."""
 
 
 class Program:
@@ -138,10 +138,10 @@ class Program:
         } | loaded
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer. Raise `Failed` if that fails; the process may then have ended."""
+        """Send a request and return the answer. Raise `Failed` if the program fails or has ended."""
         assert self.process is not None
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # there will be no answer
+        with contextlib.suppress(BrokenPipeError):  # `_answer` reports that the process has ended
             self.process.stdin.write(json.dumps({"do": do} | request) + "\n")
             self.process.stdin.flush()
         return self._answer()

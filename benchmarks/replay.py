@@ -3,8 +3,8 @@
     python -m benchmarks replay
     python -m benchmarks replay --model random-0.5b --rows 8 --seeds 1
 
-`generate` draws answers with several sets of options, and their log-probabilities are recomputed in several forms. The
-cost of a form is the time for loss and gradient, relative to the first form with the same dtype.
+`generate` draws answers with several sets of options. The log-probabilities of the answers are then recomputed in
+several ways ("forms"). The cost of a form is the time for loss and gradient, relative to the first form of that dtype.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks scale --config DIR --target v5e:8x8 --mesh 4x16 --rows 64 --context 4096
 
-No TPU is needed, only its compiler: pip install "jax[tpu]". Memory and communication are those of the compiled program.
-The rates are modeled: a step takes as long as the slower of reading memory and computing, both at the chip's published
-peak, plus communicating at the published bandwidth. They are upper bounds.
+This needs only the TPU's compiler: pip install "jax[tpu]". Memory and communication are those of the compiled program.
+The rates are modeled, at the chip's published peaks: the time of a step is the time to read memory or to compute,
+whichever is longer, plus the time to communicate. The rates are upper bounds.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _elements(collective: hlo.Operation) -> int:
 
 
 def _moved(collective: hlo.Operation, parts: int) -> float:
-    """Return the bytes that a chip sends for a ring collective; all but tiny collectives are over the axis `model`."""
+    """Return the bytes a chip sends for a ring collective. Only tiny collectives use an axis other than `model`."""
     factor = 2 if collective.kind == "all-reduce" else 1
     return factor * collective.nbytes * (parts - 1) / parts
 

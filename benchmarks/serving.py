@@ -8,7 +8,7 @@ client sends its next request when the last one has been answered. All servers g
 random words from the tokenizer, and no server gets a prompt twice. Answers are greedy and do not end early. This
 process is the load generator.
 
-`--alone` compares jaxgen's server, with and without streaming, with `generate_many` in a separate process.
+`--alone` compares jaxgen's server, streaming and not streaming, to `generate_many` in a separate process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Server:
     words: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
-Loads = dict[tuple[str, int], list[Load]]  # by row name and number of clients
+Loads = dict[tuple[str, int], list[Load]]  # by name in the table and number of clients
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
-    """Return the command of a server. It reserves memory for the slots by default; `server.words` can override this."""
+    """Return the command to start a server with memory for `args.slots` answers. `server.words` can override this."""
     where = ["--host", "127.0.0.1", "--port", port]
     if server.kind == "jaxgen":
         sizes = ["--slots", args.slots, "--prompt-width", _room(args), "--max-new-tokens", args.tokens]
@@ -233,11 +233,11 @@ def _in_process(args: argparse.Namespace, prompts: list[str], clients: int, name
 
 
 def many() -> None:
-    """Answer the prompts of a request on stdin with `generate_many`; print the tokens, errors and seconds."""
+    """Read a request from stdin, answer its prompts with `generate_many`, and print tokens, errors and seconds."""
     request = json.load(sys.stdin)
     params, loaded = load_hf(request["model"])
     cfg, key = GenerationConfig(model=loaded.model, max_new_tokens=request["tokens"], pad_token_id=0), None
-    if request["like_server"]:  # the server's program always includes drawing tokens and log-probabilities
+    if request["like_server"]:  # the server's program always includes sampling and log-probabilities
         cfg = loaded.replace(do_sample=True, max_new_tokens=request["tokens"], eos_token_id=None)
         cfg, key = cfg.replace(output_logprobs="logits", top_logprobs=20), jax.random.key(0)
     tokenizer = Tokenizer.from_pretrained(request["model"])

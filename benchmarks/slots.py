@@ -2,10 +2,10 @@
 
     python -m benchmarks slots --prompts 256 --width 16 64 --answers 1 200 --slots 16
 
-Four programs generate in turn: all prompts in slots; the same prompts from an iterable, with `generate_many`; batches
-with as many rows as slots; and batches in which every answer has the mean length, so that no row waits. Lengths are
-drawn uniformly between the two values of `--answers`; with `--mean`, an answer instead ends by chance, after that many
-tokens on average and after the larger of `--answers` at the latest.
+Four programs generate in turn: one with all prompts in slots; one with `generate_many`, from an iterable of the same
+prompts; one in batches with as many rows as slots; and one in batches whose answers all have the mean length, so that
+no row waits. Lengths are drawn uniformly between the two values of `--answers`. With `--mean`, answers end by chance
+instead: after that many tokens on average, and after the larger value of `--answers` at the latest.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
 
 
 def table(args: argparse.Namespace, speeds: dict[str, list[float]]) -> list[str]:
-    """Return a Markdown table of each program's tokens per second, and how slots compare with it."""
+    """Return a Markdown table of each program's tokens per second, and of the speed of slots relative to it."""
     lines = [
         f"## {args.prompts} prompts x {args.sequences} of {args.model.resolve().name}, {args.slots} slots",
         "",

@@ -1,4 +1,4 @@
-"""Benchmarks with whole checkpoints: jaxgen in turn with other programs, on the same prompts.
+"""Benchmarks with whole checkpoints: jaxgen and other programs run in turn, on the same prompts.
 
 python -m benchmarks decode --model DIR --environments DIR --programs jaxgen transformers llama.cpp:q8_0
 """
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A subcommand, whose cases are all combinations of rows, prompts and choices."""
+    """A subcommand. Its cases are all combinations of its rows, prompts and choices."""
 
     title: str
     columns: str
@@ -124,7 +124,7 @@ SUITES = {
     "memory": Suite("Memory", "import_peak_bytes load_peak_bytes peak_bytes device_peak_bytes", new_processes=True),
 }
 
-# The heading and the factor with which each figure is displayed.
+# Each figure's column heading, and the factor that converts the figure to the heading's unit.
 FIGURES = {
     "first": ("first token, ms", 1e3),
     "prefill_tokens_per_second": ("prefill, tokens/s", 1),
@@ -153,7 +153,7 @@ FIGURES = {
 
 
 def main(name: str, words: Sequence[str] | None = None) -> None:
-    """Measure, print a table, and write the table, all figures and plots to the results.
+    """Measure, print a table, and write the table, all measurements and plots to the results directory.
 
     Raise SystemExit if a program failed in a case, after measuring the other cases.
     """
@@ -196,7 +196,7 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _as_exit() -> Iterator[None]:
-    """Exit with the error message if a program fails before anything is measured."""
+    """If a program fails and the measurement cannot continue, exit with the error message."""
     try:
         yield
     except Failed as error:
@@ -210,7 +210,7 @@ def _facts(programs: Sequence[Program], found: list[Answer]) -> Answer:
 
 
 def _write(result: Answer, args: argparse.Namespace) -> Path:
-    """Write the figures and their table; return the file of the figures."""
+    """Write the measurements as JSON and as a table; return the path of the JSON file."""
     first = next(iter(result["programs"].values()))
     folder = measure.folder(args.results, None if first["platform"] == "cpu" else first["device"])
     mesh = f"-mesh-{args.mesh[0]}x{args.mesh[1]}" if args.mesh else ""
@@ -295,7 +295,7 @@ def _number(value: float) -> str:
 
 
 def _build(facts: Answer) -> str:
-    """Return the versions, the device and, if known, how a program was built."""
+    """Describe a program's device and versions and, if known, its build."""
     named = {"device": facts["device"]} | facts["versions"] | facts.get("build", {})
     return ", ".join(f"{name} {value}" for name, value in named.items() if value).replace(" | ", ", ")
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-# jax and the compilers read these variables when they are loaded.
+# These variables must be set before jax and the compilers are loaded.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # otherwise the compiler waits for a metadata server
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the lock protects the chip, which is not used
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no driver is needed
@@ -55,7 +55,7 @@ CHIPS = {
     "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e", 0.5e-6),
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, (), "nvidia.com/en-us/data-center/h100", 2e-6),
 }
-# Describes an H100 with 80 GB of HBM3, as XLA would otherwise learn from the GPU's driver.
+# A description of an H100 with 80 GB of HBM3. XLA usually gets such a description from the GPU's driver.
 _H100 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
@@ -74,7 +74,7 @@ gpu_device_info {
 """
 
 
-_LOWERED = {"gpu": "cuda"}  # platform names used in lowering
+_LOWERED = {"gpu": "cuda"}  # lowering uses other names for some platforms
 
 
 def device_for(target: str) -> jax.Device:
@@ -126,8 +126,8 @@ def compile_generate(
 ) -> jax.stages.Compiled:
     """Compile a call of `generate()` with `rows` prompts of `width` tokens for a mesh or a device.
 
-    `form`, one of `FORMS`, is the form of the parameters; all forms except the plain one are for a single device.
-    `attach` first adds adapters to the parameters.
+    `form` is a key of `FORMS`, such as "fused"; all except "plain" are for a single device.
+    `attach`, if given, first adds adapters to the parameters.
     """
     model = model_of(cfg)
     ids, key = np.zeros((rows, width), np.int32), jax.random.key(0) if cfg.do_sample else None

@@ -55,12 +55,12 @@ def _in_the_open(function: Callable, *arguments: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Workaround:
-    """A workaround for the compiler.
+    """A workaround for XLA's CPU compiler.
 
     Attributes:
         name: a short description.
         without: replacements that turn the workaround off.
-        rows, dtype, quantize, options: a case that needs it.
+        rows, dtype, quantize, options: a case that needs the workaround.
         also: changes made to both programs, if another workaround would hide the effect of this one.
     """
 
@@ -181,7 +181,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _groups(only: str) -> dict[tuple[str, str | None], list[Workaround]]:
-    """Return the workarounds for each form of the weights."""
+    """Group the selected workarounds by the dtype and quantization of the weights."""
     groups: dict[tuple[str, str | None], list[Workaround]] = {}
     for workaround in WORKAROUNDS:
         if only in workaround.name:
@@ -207,7 +207,7 @@ def _measure(workaround: Workaround, params: Any, cfg: GenerationConfig, turns: 
 def _compile(changes: Changes, params: Any, cfg: GenerationConfig, ids: np.ndarray) -> Form:
     prepared = _prepare(params, cfg, ids)
     gc.collect()
-    jax.clear_caches()  # parts that were traced earlier contain the functions in use at that time
+    jax.clear_caches()  # otherwise, cached traces with other functions would be used
     maps, start = _maps(), time.perf_counter()
     compiled = lower(changes, prepared, cfg).compile()
     seconds = time.perf_counter() - start
@@ -227,7 +227,7 @@ def _prepare(params: Any, cfg: GenerationConfig, ids: np.ndarray) -> Prepared:
 
 
 def lower(changes: Changes, prepared: Prepared, cfg: GenerationConfig) -> jax.stages.Lowered:
-    """Return a call's program, traced while functions are replaced."""
+    """Trace and lower a call's program while `changes` are in effect."""
     with contextlib.ExitStack() as stack:
         for place, name, replacement in changes:
             stack.enter_context(mock.patch.object(place, name, replacement))

@@ -47,7 +47,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
     >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
 
-    A matrix is updated by scale * B A. The scale is its module's alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
+    A matrix's update is scale * B A. The scale is the module's alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
     The update is applied in the dtype of the weights but not merged into them. To merge an adapter, use
     `python -m convert --merge-adapter`.
 
@@ -120,8 +120,8 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:
     """Write the adapter attached to `params` to a directory that PEFT can load.
 
-    The scale is part of B, so `lora_alpha` is equal to the rank. `params` must have a single adapter, with a `LowRank`
-    for each updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
+    B includes the scale, so `lora_alpha` is the rank. `params` must have a single adapter, with a `LowRank` for each
+    updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
 
     Args:
         params: the parameters.

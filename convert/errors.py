@@ -13,7 +13,7 @@ _BULLET = "\n  - "
 class CheckpointError(JaxgenError):
     """Error for a checkpoint that cannot be read or written; `problems` lists the reasons, one line each.
 
-    A single problem is itself the message. Otherwise, the message consists of a heading and the `first` problems.
+    If there is only one problem, it is the message. Otherwise, the message is a heading and the `first` problems.
     """
 
     def __init__(self, problems: list[str]):

@@ -50,14 +50,14 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
 _ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
-_SPARE = 1 << 24  # a config may describe twice as many parameters as the files contain, plus this number
+_SPARE = 1 << 24  # a config may describe up to twice as many parameters as the files contain, plus this many
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A validated checkpoint directory; its weights have not been read yet.
 
-    `config` and `generation` are the contents of the two JSON files; `generation` is None if its file does not exist.
+    `config` and `generation` are the contents of the JSON files; `generation` is None without a generation_config.json.
     `weights` are the model's parameters by name: `Tensor`s, or quantized weights that consist of `Tensor`s.
     """
 
@@ -83,7 +83,7 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: `wanted`, or the file's if `wanted` is None or the tensor is quantized."""
+        """Return a tensor's dtype in memory: `wanted`, or the file's if `wanted` is None or the weight is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -100,7 +100,7 @@ class Checkpoint:
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint whose matrices are converted to a kind of weight when read; with None, nothing changes.
+        """Return a checkpoint whose matrices are quantized or converted back when they are read; None changes nothing.
 
         Raises:
             ConfigError: `load_hf` does not support this value of `quantize`.
@@ -118,17 +118,17 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Parameters are nested dicts, keyed by the parts of the checkpoint's names, such as
     `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices are `[out, in]`. A tied model has no
-    `lm_head`. Tensors are read and cast one at a time, largest first. Peak memory on the CPU is the size of the
-    parameters or, if greater, three times that of the largest tensor. Without a generation_config.json, the generation
-    fields of config.json apply (except `use_cache`), as in HF's `GenerationConfig.from_model_config`.
+    `lm_head`. Tensors are read and cast one at a time, largest first. On a CPU, peak memory is the total size of the
+    parameters or three times the size of the largest tensor, whichever is greater. Without a generation_config.json,
+    the generation fields of config.json apply (except `use_cache`), as in HF's `GenerationConfig.from_model_config`.
 
     If an `eos_token_id` is outside the vocabulary, a warning says that it can never end generation.
 
     Args:
         path: the directory.
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps the dtype of each tensor. The returned
-            `cfg.model.dtype` is the dtype of the embedding. If matrices are quantized, they are not cast, and `dtype`
-            applies to the activations and the other parameters.
+            `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
+            the activations and the other parameters.
         quantize: "int8" converts each matrix, including the embedding and the head, to `jaxgen.model.int8.Int8`: 8-bit
             numbers with a scale for each output channel. "none" converts matrices that were written by
             `python -m convert --quantize int8` back to arrays in `dtype`. None keeps matrices as they are stored. A
@@ -188,7 +188,7 @@ def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], Gen
 
 
 def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, GenerationConfig]:
-    """Open a checkpoint, to be read in the given dtype and kind of weight; return the checkpoint and its config."""
+    """Open a checkpoint and apply the given dtype and quantization; return the checkpoint and its config."""
     checkpoint = open_checkpoint(path, kind_of(quantize))
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
@@ -200,12 +200,12 @@ def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, Gen
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
-    """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers can load.
+    """Save `params` (nested as `load_hf` returns them) and `cfg` in a directory that transformers can load.
 
-    `cfg.model` describes the model; its `dtype` matters only for quantized parameters, because all others keep their
-    own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
+    `cfg.model` describes the model. Its `dtype` matters only if there are quantized parameters; arrays are written in
+    their own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
     tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
-    one shard (at most 5 GB, or one larger tensor) at a time. Quantized parameters are written to a file such as
+    one shard at a time: at most 5 GB, or a single larger tensor. Quantized parameters are written to a file such as
     model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
     gathered: each process writes its own parts to a directory that all processes share.
 
@@ -233,7 +233,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the weights of nested parameters by dotted name, such as "model.norm.weight".
+    """Check nested parameters, and return them as a flat dict with keys such as "model.norm.weight".
 
     Raises:
         CheckpointError: the parameters do not match the model; the message lists all problems.
@@ -292,7 +292,7 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """Return the dtype for a name or anything else that numpy accepts as a dtype; None stays None.
+    """Convert `dtype` (a name, or anything else that numpy accepts) to a numpy dtype; None stays None.
 
     Raises:
         ConfigError: the dtype is not one of float32, bfloat16 and float16.
@@ -314,7 +314,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs, and weights in the form that `check_params` returns, to an empty directory."""
+    """Write both configs and the weights to an empty directory; `weights` has the form that `check_params` returns."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
     write_checkpoint(directory, config, generation, sizes, lambda name: to_host(arrays[name]), None, stem)
@@ -330,7 +330,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _configs(
     path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> tuple[ModelConfig | None, GenerationConfig | None, list[str]]:
-    """Return both configs (None for an invalid one) and a list of problems."""
+    """Return the model config and the generation config (each None if invalid), and a list of problems."""
     problems: list[str] = []
     model = cfg = None
     try:
@@ -356,7 +356,7 @@ def _parameters(
     model: ModelConfig,
     kinds: list[type[Quantized]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's parameters in order, and a list of problems; `kinds` are the allowed quantized kinds."""
+    """Return the model's parameters and a list of problems; `kinds` are the kinds of quantized weight to accept."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = []
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
@@ -386,9 +386,9 @@ def _mismatch(
 ) -> list[str]:
     """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
-    Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of tensors that exist
-    although their file may be damaged; such tensors are not reported as missing. If `listed` is None, the names are
-    unknown, and nothing is reported as missing.
+    Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of all tensors in the
+    checkpoint, even those in damaged files; these tensors are not reported as missing. If `listed` is None, the names
+    are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
     problems = []
@@ -411,10 +411,10 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the weights of nested dicts by dotted name, and a list of problems.
+    """Return the weights in nested dicts as a flat dict with dotted names, and a list of problems.
 
     Raises:
-        CheckpointError: the tree is a dict of model variables, or low-rank updates are attached.
+        CheckpointError: `params` is a dict of the model's variables, or low-rank updates are attached.
     """
     weights: dict[str, Any] = {}
     problems, attached = [], []

@@ -36,7 +36,7 @@ _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return a model's directory, given a directory or a hub id.
+    """Return a model's local directory, given its path or a hub id.
 
     An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or a full
     commit hash. A directory is returned unchanged, and takes precedence over an id with the same spelling. Files
@@ -60,7 +60,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
     directory = _fetch(name, revision, SMALL_FILES)
     _check_config(model, directory)
-    directory = _fetch(name, directory.name, WEIGHTS)  # at the same commit: the directory is named after it
+    directory = _fetch(name, directory.name, WEIGHTS)  # from the same commit, after which the directory is named
     if not any(directory.glob(WEIGHTS[0])):
         raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_IF_INTERRUPTED}")
     return directory
@@ -111,7 +111,7 @@ def _checked_responses(client: Any) -> Iterator[None]:
 
 
 def _commit(response: Any) -> str | None:
-    """Return the commit hash in the hub's description of a model, or None for other responses."""
+    """Return the commit hash if the response describes a model, or None otherwise."""
     if not response.url.path.startswith("/api/") or "json" not in response.headers.get("Content-Type", ""):
         return None
     try:

@@ -1,6 +1,6 @@
 """Reduce the number of key-value heads by averaging neighbors, for grouped-query attention (arXiv 2305.13245, sec. 2).
 
-Neighboring key-value heads serve neighboring query heads, so the query heads stay in place.
+Neighboring key-value heads serve neighboring query heads, so the query heads need not be reordered.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def _means(array: Any, model: ModelConfig) -> Any:
-    """Average a weight or bias, `[heads * H, ...]`, over groups of heads, so that the float32 result has K heads."""
+    """Average a weight or bias, `[heads * H, ...]`, over groups of heads; return `[K * H, ...]` in float32."""
     rest = array.shape[1:]
     groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

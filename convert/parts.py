@@ -20,7 +20,7 @@ _LONGEST_PATH = 4096  # bytes
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, one part per device; read a part only once even if devices share it."""
+    """Read a tensor onto several devices, one part each; read a part only once, even if several devices need it."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -37,8 +37,8 @@ def weights_of(
 ) -> tuple[dict[str, Any], list[str]]:
     """Assemble weights from tensors on disk or in memory; return the weights by name, and a list of problems.
 
-    A weight is quantized if its first tensor has the dtype of one of the `kinds`. `dtype` is the dtype of the matrix of
-    a quantized weight. `shapes` are the shapes of the model's parameters.
+    A weight is quantized if its first tensor has the dtype of one of the `kinds`. `dtype` is the dtype of the matrix
+    that a quantized weight represents. `shapes` are the shapes of the model's parameters.
     """
     weights, problems = dict(tensors), []
     for name in [name for name in shapes if name in tensors and _dtype(tensors[name]) not in DTYPES.values()]:
@@ -56,7 +56,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List the problems with a weight's tensors, except for the first tensor; `like` is a template with one row."""
+    """List the problems with all but the first of a weight's tensors; `like` is a one-row weight of the same kind."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -78,7 +78,7 @@ def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized]
 
 
 def file_stem(kind: type[Quantized] | None) -> str:
-    """Return the prefix of file names for a kind of weight; transformers finds only the files of plain arrays."""
+    """Return the prefix of file names for a kind of weight; transformers does not find files of quantized weights."""
     return STEM if kind is None else f"{STEM}.{kind.name}"
 
 
@@ -88,7 +88,7 @@ def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Return a weight of the same kind, built from `arrays`; `dtype` is the dtype of a quantized matrix."""
+    """Build a weight of the same kind as `weight` from `arrays`; if it is quantized, its dtype is `dtype`."""
     if not isinstance(weight, Quantized):
         return arrays[0]
     return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
@@ -97,7 +97,7 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
     """Return a stored weight that is converted when it is read: to `kind`, or to an array if `kind` is None.
 
-    A quantized weight's matrix has the dtype `dtype` by default; the reader can choose a different dtype.
+    `dtype` is the default dtype of the matrix; the code that reads the weight can choose a different one.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a one-row weight of a kind, as a template for the dtypes and row shapes of its arrays."""
+    """Return a one-row weight, which shows the dtypes and row shapes of the arrays of this kind."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 
@@ -136,7 +136,7 @@ class _Computed(Tensor):
     compute: Callable[[Any], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded once; if a part of a row is requested, the whole row is read."""
+        """Return the values, rounded only to the final dtype; even for part of a row, the whole row is read."""
         rows, *columns = part or (slice(None),)
 
         def read(tensor: Tensor) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxgen.text import json_file
 
 STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
-MAX_SHARD = 5_000_000_000  # maximum bytes of tensors in one file, as in transformers
+MAX_SHARD = 5_000_000_000  # maximum total size in bytes of the tensors in one file, as in transformers
 
 # Constants that old versions of transformers saved with the weights, although the config determines them.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -103,7 +103,7 @@ def write_checkpoint(
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return an array's values without leaving a copy of them on the host.
+    """Return an array's values on the host without caching them in the array.
 
     A jax array on an accelerator caches its numpy copy for as long as it lives, so a temporary copy of the array is
     converted instead.

@@ -26,13 +26,13 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
-_MAX_TRANSFER = 1 << 30  # bytes read or written per system call
+_MAX_TRANSFER = 1 << 30  # maximum bytes read or written per system call
 _CHUNK = 1 << 20  # number of elements cast at a time; they fit into the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a name from the format, such as BF16."""
+    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a safetensors name, such as BF16."""
 
     file: Path
     name: str
@@ -120,7 +120,7 @@ class DerivedTensor(Tensor):
     compute: Callable[[np.ndarray], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded once."""
+        """Return the values, rounded only to the final dtype."""
         assert part is None, "the command reads whole tensors"
         return self.cast(self.compute(super().read(np.dtype(np.float32))), dtype or DTYPES[self.dtype])
 
@@ -189,7 +189,7 @@ def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return True if two arrays have the same dtype and shape and the same bits, even in NaNs and zeros."""
+    """Return True if two arrays have the same dtype, shape and bits; NaNs can be equal, but 0.0 differs from -0.0."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"

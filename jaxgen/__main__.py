@@ -9,8 +9,8 @@ import sys
 
 def main() -> None:
     """Run the command, and exit with its status."""
-    gc.disable()  # imports create many objects that are not garbage; `cli.main` enables collection again
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # scripts' background jobs ignore SIGINT; keep it so
+    gc.disable()  # collection would slow down the imports, and free little; `cli.main` enables it again
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background jobs must continue to ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run while XLA compiles
     from jaxgen.cli.main import main as run
 

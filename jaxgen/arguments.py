@@ -24,7 +24,7 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
-    `reason` is called with an unknown option. It returns why this option does not exist, or an empty string.
+    `reason` explains why an unknown option does not exist, or returns an empty string.
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):

@@ -7,11 +7,11 @@ def power_of_two(size: int, least: int) -> int:
 
 
 def prompt_bucket(width: int) -> int:
-    """Round a prompt's width up to a power of two or, above 256, to the midpoint between two powers of two."""
+    """Round a prompt's width up to 32, 64, 128, 256, 384, 512, 768, 1024, 1536, ..."""
     power = power_of_two(width, 32)
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 
 
 def capacity_for(new_tokens: int, recorded: bool) -> int:
-    """Round up the number of new tokens, in finer steps if the scores of each token are recorded."""
+    """Round up the number of new tokens, in finer steps if values are recorded for each token."""
     return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

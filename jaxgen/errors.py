@@ -28,7 +28,7 @@ class GenerationError(JaxgenError):
     """A run that could not continue because all tokens were banned or the scores were NaN.
 
     Attributes:
-        output: the `GenerateOutput` of all rows. Failed rows have fewer tokens, and their stop reasons say why.
+        output: the `GenerateOutput` of all rows. Failed rows end early, and their stop reasons say why.
     """
 
     def __init__(self, text: object = "", output: Any = None):
@@ -41,7 +41,7 @@ class JaxgenWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Emit a `JaxgenWarning` that points to the innermost caller outside jaxgen and convert."""
+    """Emit a `JaxgenWarning` that points to the innermost caller outside the packages `jaxgen` and `convert`."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
         level, frame = level + 1, frame.f_back

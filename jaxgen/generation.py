@@ -1,8 +1,8 @@
-"""generate(): check the request, prepare it, run the decode mode, and assemble the output.
+"""generate(): check the call, prepare it, run the decode mode, and assemble the output.
 
-When called eagerly, generate() rounds the prompt width and the number of new tokens up to buckets, so that a few
-programs serve all requests, and passes the numbers in the config to the program as arguments. Inside the caller's
-`jax.jit`, it is traced with the shapes of its arguments.
+In an eager call, generate() rounds the prompt width and the number of new tokens up to buckets, so that a few programs
+serve all calls. The numbers in the config are arguments of the program. Under the caller's `jax.jit`, generate() is
+traced with the exact shapes of its arguments.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def generate(
     assistant=None,
     hook=None,
 ) -> GenerateOutput:
-    """Continue the prompts, like transformers' `generate()`, as a pure function. For gradients, use `score`.
+    """Continue the prompts, like transformers' `generate()`, but as a pure function. For gradients, use `score`.
 
     >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
 
@@ -81,7 +81,7 @@ def generate(
             padding; if this id is also an eos id, no tokens are padding.
         inputs_embeds: `[B, P, D]`, used instead of the embeddings of `ids`; `ids` may then be None.
         cache: the `cache` of an earlier output, or the result of `prefill`, to continue from; `ids` then contains only
-            the new tokens. The cache has B rows, or a divisor of B if prompts share rows. It stays unchanged.
+            the new tokens. The number of cache rows must divide B; prompts may share rows. The cache is not changed.
         logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`; see docs/processors.md.
         stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for rows that end.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids` that is called on
@@ -95,7 +95,7 @@ def generate(
     Raises:
         InputError, ConfigError, TypeError: the arguments are incompatible, or an option is not supported.
         GenerationError: a row could not continue because all tokens were banned or the scores were NaN. The error's
-            `output` contains all rows. Under the caller's jit, nothing is raised; check the output's `stop_reasons`.
+            `output` contains all rows. Under the caller's jit, check the output's `stop_reasons` instead.
     """
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
@@ -140,8 +140,8 @@ def prefill(
 ) -> Continuation:
     """Run prompts through the model and return their cache, for `generate(..., cache=)` to continue from.
 
-    A prefix shared by many requests, such as a system prompt, is computed and stored only once. A cache with one row
-    serves any number of prompts; a cache with n rows serves any multiple of n.
+    A prefix that many prompts share, such as a system prompt, is then computed and stored only once. A cache with one
+    row serves any number of prompts; a cache with n rows serves any multiple of n prompts.
 
     >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
     >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
@@ -162,7 +162,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # per-prompt eos ids belong to the prompts of a later call
+    if not is_traced(cfg):  # merge per-prompt eos ids, which are for the prompts of a later call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -221,7 +221,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, `row` is the index of the prompt, so all beams of a prompt have the same `row`.
+    # As in transformers, all beams of a prompt have the same `row`.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls

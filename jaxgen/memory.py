@@ -10,15 +10,15 @@ import jax
 
 from jaxgen.errors import InputError
 
-SMALL = 2**28  # bytes; a call that needs less may be faster than a query of the free memory
+SMALL = 2**28  # bytes; calls that need less are not checked, because a check could take longer than the call
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
-    """Raise an `InputError` if `needed` bytes are not free on each device. All CPU devices share one memory.
+    """Raise an `InputError` unless each device has `needed` free bytes. All CPU devices share one memory.
 
-    `what` is a message with {} in place of the needed size; `remedy` returns a suggestion for a number of free bytes.
+    `what` starts the message, with {} for the needed size. `remedy` maps the free bytes per device to a suggestion.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = min(local, key=lambda device: device.id)
@@ -51,7 +51,7 @@ def _available() -> Iterator[int]:
 
 
 def _left_in_control_groups() -> Iterator[int]:
-    """Yield the number of bytes left in each control group that limits this process. Page cache counts as free."""
+    """Yield the number of bytes left in each control group that limits this process. The page cache counts as free."""
     for line in _lines(_PROC / "self" / "cgroup"):
         if not line.startswith("0::/"):
             continue

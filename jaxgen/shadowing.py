@@ -18,7 +18,7 @@ def check_convert() -> None:
     """
     try:
         spec = importlib.util.find_spec("convert")
-    except ValueError:  # a module created by hand
+    except ValueError:  # a module without __spec__, created by hand
         raise ShadowedError("sys.modules has a module convert that is not jaxgen's package: remove it") from None
     if spec is None:
         raise ShadowedError(f"jaxgen's package convert is not installed; it belongs to {_OWN}: install jaxgen again")

@@ -1,4 +1,4 @@
-"""Shape operations that several packages need, and reads and writes at given positions in each row."""
+"""Array functions shared by several packages: resize axes, and read or write given positions in each row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def where(mask: jax.Array, new: Any, old: Any) -> Any:
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return True if `size` is at most `most`; False if it is symbolic, so that `jax.export` covers any size."""
+    """Return True if `size` is at most `most`; False for a symbolic size, so that `jax.export` covers any size."""
     return isinstance(size, int) and size <= most
 
 
@@ -48,8 +48,8 @@ def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [B, n, ...]` to the positions `index int32[B, n]` of each row of `x [B, N, ...]`.
 
-    Positions past the end are dropped. Values for the same position must be equal. `index` may also be int32[B], for
-    one position per row and `values [B, ...]`. Each row is a separate scatter, so it stays on one device under a mesh.
+    Positions past the end are dropped. Values for the same position must be equal. To write one position per row, use
+    `index int32[B]` and `values [B, ...]`. Each row has its own scatter, so under a mesh, no row leaves its device.
     """
     unique = index.ndim == 1
 
@@ -76,8 +76,8 @@ def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
     """Return the rows of `x [n, ...]` at the indices `rows int32[m]`.
 
-    Both arrays have `groups` equal parts, and each part of `rows` selects rows from the same part of `x`. Under a mesh,
-    a part whose rows are on one device stays on that device.
+    Both arrays consist of `groups` equal parts; part i of `rows` contains only indices of rows in part i of `x`. Under
+    a mesh, a part whose rows are on one device stays on that device.
     """
     if groups == 1:
         return x[rows]

@@ -1,4 +1,4 @@
-"""The benchmarks run on small inputs and count correctly. What they measure is not tested."""
+"""The benchmarks run on small inputs and count correctly. The measured times are not checked."""
 
 import argparse
 import itertools
@@ -168,7 +168,7 @@ def test_programs_have_names_that_people_say():
 
 
 def texts(picture: Path) -> set[str]:
-    """Return the texts in a plot. matplotlib draws them as glyphs, and repeats them in comments."""
+    """Return the texts in a plot. matplotlib draws each text as glyphs, with the text itself in a comment."""
     return set(re.findall("<!-- (.*?) -->", picture.read_text("utf-8")))
 
 
@@ -190,7 +190,7 @@ def test_plots_have_plain_numbers(model, tmp_path):
     for subcommand in ("context", "batch", "decode"):
         run(subcommand, model, tmp_path, *programs)
     drawn = {picture.stem.removesuffix("-tiny"): texts(picture) for picture in tmp_path.glob("*/*.svg")}
-    assert set(drawn) == {"context", "batch", "decode"}  # a roofline needs jaxgen's probe
+    assert set(drawn) == {"context", "batch", "decode"}  # the roofline plot needs jaxgen's probe
     assert {"128", "1,024", "4,096", "timed", "timed, slow", "0", "10"} <= drawn["context"]
     assert {"1", "2", "4", "8", "16", "5", "10", "20", "50", "100"} <= drawn["batch"]
     assert {"10.0", "5.0", "timed, slow", "tokens/s"} <= drawn["decode"]
@@ -290,7 +290,7 @@ def test_jaxgen_is_measured_on_a_mesh_and_plotted(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("subcommand", suites.SUITES)
 def test_every_subcommand_runs(subcommand, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "TRIES", 50)  # steps of a tiny model take less time than the noise
+    monkeypatch.setattr(measure, "TRIES", 50)  # the noise may exceed the time of a tiny model's steps
     words = ["--prompt", "8", "--rows", "1", "--rounds", "1"]
     programs = ["jaxgen"]
     if environments := os.environ.get("JAXGEN_ENVIRONMENTS"):  # made by `python -m benchmarks environments`
@@ -334,7 +334,7 @@ def test_workarounds_are_measured(wide_model, tmp_path):
 
 
 def test_a_greedy_call_visits_little_code():
-    """A new process counts the calls, because other tests leave jax listeners and programs that calls would visit."""
+    """Count in a new process: jax listeners and programs left behind by other tests would be counted too."""
 
     def counted(mode: str) -> tuple[list[list[int]], str]:
         command = [sys.executable, "-m", "benchmarks", "calls", "--list", "--mode", mode]
@@ -345,13 +345,13 @@ def test_a_greedy_call_visits_little_code():
     assert files <= 37
     assert functions <= 236
     assert calls <= 156
-    # This file is used only if a processor is on.
+    # `pipeline.py` is used only if a processor is on.
     assert "logits/pipeline.py" not in listed
     assert "logits/pipeline.py" in counted("qwen")[1]
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """A server that answers with three words, claims all requested tokens, and refuses every fourth request."""
+    """A server that generates three words, may report `max_tokens` tokens, and refuses every fourth request."""
 
     protocol_version = "HTTP/1.1"
     requests: list[dict]
@@ -411,8 +411,8 @@ def test_answers_of_a_server_are_counted(mode, counts, tmp_path, capsys):
     assert [row[1] for row in rows] == ["1", "2"]
     for row in rows:
         assert row[-2] == "12"
-        assert row[-1] == "2 |"  # the warm-up had two more
-        assert row[6] == ("5" if counts else "3")  # counted by the server or the tokenizer
+        assert row[-1] == "2 |"  # without the refused requests of the warm-up
+        assert row[6] == ("5" if counts else "3")  # as reported by the server, or counted with the tokenizer
         assert bool(row[4]) == (mode == "--stream")
 
 
@@ -453,7 +453,7 @@ def evaluated(responses: list, metrics: dict | None = None) -> dict:
 
 
 class Gap:
-    """A model whose different answers differ by `gap` in log-probability."""
+    """A model that reports a log-probability difference of `gap` between any two answers."""
 
     def __init__(self, gap: float):
         self.gap = gap

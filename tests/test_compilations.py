@@ -1,4 +1,4 @@
-"""The number of compiled programs, counted with jax's event for each compilation."""
+"""The number of compiled programs, counted through jax's compilation events."""
 
 import jax
 import numpy as np
@@ -89,8 +89,7 @@ def test_streaming_compiles_a_fixed_number_of_programs():
     assert count[0] == 0
 
 
-# Traced options whose two example values leave at least one token in every row. Adapters are excluded, because they
-# need parameters with adapters and have their own test.
+# The traced options that sampling reads, except `adapter`, which needs parameters with adapters and has its own test.
 VALUES = {
     name: option
     for name, option in TRACED.items()
@@ -109,7 +108,7 @@ def test_a_new_value_of_any_option_compiles_nothing(per_prompt):
             value, other = option.examples[which], option.examples[1 - which]
             if per_prompt and option.kind.per_prompt:
                 fields[name] = option.kind.per_prompt_value([value, other])
-            elif name != "do_sample":  # a single value chooses the mode, which is static
+            elif name != "do_sample":  # one value for all prompts would choose the mode, which is static
                 fields[name] = value
         return GenerationConfig(model=MODEL, **fields)
 

@@ -1,4 +1,4 @@
-"""Programs for machines that are not available here, compiled by their own compilers: see benchmarks/README.md."""
+"""Programs for machines that are not available here, built by those machines' compilers: see benchmarks/README.md."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def _compiler_for_an_h100():
     [("qwen2.5-0.5b", 128, 9, 2), ("qwen2.5-7b", 128, 10, 6), ("qwen2.5-7b", 3000, 13, 30)],
 )
 def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(shape, new_tokens, operations, megabytes, tmp_path):
-    """Count the operations per layer in one whole step. With 7B and 3,128 slots, a layer's keys take 3.2 MB."""
+    """Check a step's operations per layer. For the 7B model and 3,128 cache slots, a layer's keys take 3.2 MB."""
     command = [sys.executable, "-m", "benchmarks", "compile", "--target", "h100", "--form", "fused"]
     command += ["--config", str(ROOT / "benchmarks" / "shapes" / shape), "--results", str(tmp_path)]
     command += ["--new-tokens", str(new_tokens)]
@@ -100,7 +100,7 @@ FOR_GPUS = {
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 def test_workarounds_for_a_gpus_compiler_save_operations(monkeypatch):
-    """Each workaround must save one operation per layer, except perhaps in the last. Otherwise, it is not needed."""
+    """Each workaround must save an operation in every layer, except perhaps the last; otherwise, it can be removed."""
     config = json.loads((ROOT / "benchmarks" / "shapes" / "qwen2.5-7b" / "config.json").read_text("utf-8"))
     model = dataclasses.replace(ModelConfig.from_hf(config | {"num_hidden_layers": 3}), dtype="bfloat16")
     cfg = GenerationConfig(model=model, max_new_tokens=128, eos_token_id=1, pad_token_id=0)

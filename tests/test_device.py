@@ -46,7 +46,7 @@ MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("
 
 @pytest.fixture(scope="module")
 def outputs():
-    """Yield every mode's outputs on the device and on the CPU, as futures because the programs compile concurrently."""
+    """Yield the outputs of every mode on the device and on the CPU, as futures: programs are compiled concurrently."""
 
     def run(name, form):
         cfg = CFG.replace(**MODES[name])
@@ -104,7 +104,7 @@ def test_8_bit_weights_give_the_cpus_logits():
     np.testing.assert_allclose(here, there, rtol=0, atol=2e-3 * np.abs(there).max())
 
 
-# A model whose arrays are large enough to be told apart from others.
+# A model whose cache and weights are much larger than the other arrays of a program.
 LARGE = model_config(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=8192, torch_dtype="bfloat16",
@@ -112,18 +112,18 @@ LARGE = model_config(
 
 
 def test_a_step_copies_no_cache():
-    """A step writes nothing as large as a layer's keys. Beyond 4,096 slots, a GPU copies one block at a time."""
+    """No operation of a step writes half of a layer's keys or more. Beyond 4,096 slots, a GPU copies keys in blocks."""
     cfg = GenerationConfig(model=LARGE, max_new_tokens=3000, eos_token_id=None, pad_token_id=0)
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((2, 8), np.int32)
     prepared = prepare(params, cfg, CallInputs(ids, None, attention_mask=np.ones_like(ids)), Extensions(), eager=True)
     compiled = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg)).lower().compile()
-    part = 2 * 2 * 3000 * LARGE.head_dim  # elements of a layer's keys, half the number of their bytes
+    part = 2 * 2 * 3000 * LARGE.head_dim  # half the size of a layer's 16-bit keys, in bytes
     assert [one for one in decode_step(compiled.as_text()) if one.nbytes >= part] == []
 
 
 @gpu
 def test_a_step_copies_one_thing_to_the_host():
-    """A step copies only the loop's condition."""
+    """A step copies only the loop's condition to the host."""
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
 

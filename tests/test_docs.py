@@ -42,7 +42,7 @@ def prose(page: Path) -> str:
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """Enter a temporary directory in which the paths of the clone work, and return it."""
+    """Enter and return a temporary directory where paths such as jaxgen/demo work as in a clone."""
     (tmp_path / "jaxgen").symlink_to(ROOT / "jaxgen")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Exported programs: the same tokens, even in a process without jaxgen. Unsupported options are rejected by name."""
+"""Exported programs generate the same tokens, even without jaxgen. Unsupported options are rejected by name."""
 
 import importlib.util
 import json
@@ -112,7 +112,7 @@ def test_greedy_search(greedy):
 
 @pytest.mark.slow
 def test_a_symbolic_batch_serves_any_number_of_prompts(sampled):
-    rows = [0, 1, 1]  # a different test uses two rows
+    rows = [0, 1, 1]  # other tests use two rows
     given = {"ids": IDS[rows], "attention_mask": MASK[rows]}
     expected = tokens(SAMPLED, ids=IDS[rows], mask=MASK[rows])
     np.testing.assert_array_equal(call(sampled, key=SEED, **given)["sequences"], expected)

@@ -21,7 +21,7 @@ from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
 from tests.support.slot_loops import copied_caches
 
-# With these sizes, arrays can be told apart: prompt and generated slots, key blocks and the weights' sides all differ.
+# These sizes identify arrays: prompt slots, new slots, key blocks and the sides of weights all have different sizes.
 PROMPT, NEW, ROWS = 608, 736, 2
 MODEL = {
     "vocab_size": 4000, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -93,7 +93,7 @@ def reachable(computations, name, found, into_branches):
 
 
 def loop_bodies(computations, carries: str) -> list[str]:
-    """Return the bodies of loops that carry an array of this shape, except loops inside such a loop."""
+    """Return the bodies of the outermost loops that carry an array of this shape."""
     bodies = {
         re.search(r"body=%?([\w.\-]+)", line)[1]
         for lines in computations.values()
@@ -105,12 +105,12 @@ def loop_bodies(computations, carries: str) -> list[str]:
 
 
 def own_slots(copies: int) -> int:
-    """Return the number of slots that the loop writes: with one sequence per prompt, all slots of the cache."""
+    """Return the slots per row of the cache that the loop writes, which includes the prompt if `copies` is 1."""
     return PROMPT + NEW if copies == 1 else NEW
 
 
 def decode_loop(computations, into_branches: bool, slots: int = NEW) -> list[str]:
-    """Return the lines of the loop over tokens, which carries the generated cache, and of the loop's callees."""
+    """Return the lines of the loop over tokens, which carries the cache of new tokens, and of its callees."""
     (body,) = loop_bodies(computations, rf"\[\d+,2,{slots},32\]")
     names = reachable(computations, body, set(), into_branches)
     return [line for name in names for line in computations.get(name, [])]
@@ -143,7 +143,7 @@ def big_operations(lines, sizes) -> list[str]:
 
 
 def made_in_branches(computations, slots: int, sizes) -> list[str]:
-    """Return the instructions in branches inside the loop over tokens whose result has one of these sizes."""
+    """Return the instructions with results of these sizes that are in branches inside the loop over tokens."""
     found = []
     for name in branches_of(decode_loop(computations, into_branches=False, slots=slots)):
         for line in computations[name]:
@@ -155,7 +155,7 @@ def made_in_branches(computations, slots: int, sizes) -> list[str]:
 
 
 def second_copies(computations, params) -> list[str]:
-    """Return the instructions outside the loop whose result has the shape of a weight."""
+    """Return the instructions with results of a weight's shape that are outside all loops."""
     entry = next(lines for name, lines in computations.items() if name.startswith("main"))
     wanted = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     made = [(line, match) for line in entry if (match := INSTRUCTION.match(line))]
@@ -195,7 +195,7 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
 
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     assert big_operations(decode_loop(computations, into_branches=False, slots=slots), weights) == []
-    # Branches contain 16-bit embedding look-ups and products of one or two rows. Branches must fuse conversions.
+    # In 16 bits, look-ups and products of one or two rows are in branches, which must not store converted weights.
     assert made_in_branches(computations, slots, weights) == []
     assert second_copies(computations, params) == []
 
@@ -207,8 +207,8 @@ def test_quantized_weights_are_not_stored_in_a_different_form(copies):
     computations = parse(compiled.as_text())
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     slots = own_slots(copies)
-    # A few rows are multiplied in 8 bits. For fewer rows, a branch converts weights as part of the product. For more
-    # rows, branches convert them one at a time.
+    # With 6 rows, products are computed in 8 bits. With 2 rows, a branch converts a weight as part of the product. With
+    # 16 rows, branches convert one weight at a time.
     assert big_operations(decode_loop(computations, copies == 3, slots), weights) == []
     if copies == 1:
         assert made_in_branches(computations, slots, weights) == []
@@ -234,7 +234,7 @@ def test_memory_besides_the_weights_is_the_cache_and_little_more(dtype):
     assert memory.argument_size_in_bytes < weights + 100_000
     prefill = 4 * ROWS * PROMPT * (2 * 352 + 2 * 192)  # activations in float32
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * cache + 1.5 * prefill
-    assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be noticed
+    assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # so a copy of the weights would exceed the limit
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
@@ -242,11 +242,11 @@ def test_scores_of_all_pairs_of_a_long_prompt_are_never_made(dtype):
     compiled, _ = compile_loop(3, dtype, do_sample=True)
     shapes = re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
     largest = max(math.prod(int(d) for d in dims.split(",")) for dims in shapes if f"{PROMPT}" in dims.split(","))
-    assert largest < ROWS * PROMPT * PROMPT  # for one of the six heads
+    assert largest < ROWS * PROMPT * PROMPT  # the scores of one of the six heads
 
 
 def steps_of(step, cache: KVCache, *arguments) -> list[str]:
-    """Return the lines of a loop that replaces the cache with `step(cache, *arguments)`, and of its callees."""
+    """Compile a loop over `cache = step(cache, *arguments)`; return the lines of the loop and its callees."""
 
     def run(cache, *arguments):
         return jax.lax.fori_loop(0, 10, lambda _, cache: step(cache, *arguments), cache)
@@ -266,7 +266,7 @@ def test_selecting_rows_copies_nothing_of_the_prefix(dtype):
     assert results_of_size(lines, {ROWS * 2 * PROMPT * 32}) == []
     moved = results_of_size(lines, {3 * ROWS * 2 * NEW * 32})
     arrays = 2 * model.num_hidden_layers
-    assert arrays <= len(moved) <= 2 * arrays, moved  # the rows' part is gathered, and copied into the loop's state
+    assert arrays <= len(moved) <= 2 * arrays, moved  # new slots are gathered, then copied into the loop's state
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

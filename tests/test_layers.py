@@ -1,4 +1,4 @@
-"""Imports go in one direction: a room (a package or top-level module) imports only from its floor or lower ones."""
+"""Imports go down: a room (a package or top-level module) imports only from its own floor and the floors below."""
 
 import ast
 import graphlib
@@ -59,7 +59,7 @@ def test_imports_go_down(module):
 
 
 def test_no_circles():
-    """Neither modules nor rooms import each other in a circle, even with late imports."""
+    """There are no circular imports between modules or between rooms, even counting imports inside functions."""
     rooms = {room_of(module): set() for module in MODULES}
     for module, others in IMPORTS.items():
         rooms[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
@@ -68,7 +68,7 @@ def test_no_circles():
 
 
 def test_8_bits_are_one_kind_of_several():
-    """Other code only uses the interfaces of weights and caches, so that a new kind does not require changes there."""
+    """All other code uses only the interfaces of weights and caches, and needs no change for a new kind."""
     allowed = {
         "jaxgen/model/int8.py",  # the kind of weight
         "jaxgen/model/quantization.py",  # the table of kinds

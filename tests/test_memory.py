@@ -51,7 +51,7 @@ def test_free_memory_of_the_host(machine):
 def test_a_control_group_limits(machine, group):
     limit(machine / "cgroup" / group, "1000000", 300_000)
     assert free_bytes(CPU) == 700_000
-    limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # the kernel can reclaim these
+    limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # the kernel can reclaim these pages
     assert free_bytes(CPU) == 900_000
     limit(machine / "cgroup" / group, "1000000", 1_200_000)
     assert free_bytes(CPU) == 0
@@ -73,7 +73,7 @@ def test_free_memory_of_this_machine():
 
 @pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
 def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
-    """Each of the two devices needs `most` bytes. The third device belongs to another process."""
+    """`most` bytes are free for each of this process's two devices. The third device belongs to another process."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
     devices = [
         SimpleNamespace(platform=platform, process_index=process, id=n) for n, process in ((2, 0), (0, 1), (1, 0))
@@ -82,7 +82,7 @@ def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
     check_free("it needs {}", most, devices, lambda free: "less")
     with pytest.raises(InputError, match=r"^it needs 0.0 MB and only 0.0 MB is free.*: try less$"):
         check_free("it needs {}", most + 1, devices, lambda free: asked.append(free) or "less")
-    assert asked == [most]  # what each device may use
+    assert asked == [most]  # the free bytes per device
 
 
 def test_sizes():

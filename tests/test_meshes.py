@@ -79,7 +79,7 @@ def test_same_tokens(shape, name):
 
 @pytest.mark.parametrize("rows", slow(1, 3, 6))
 def test_a_cache_continues_on_the_mesh(rows):
-    """A cache of `rows` rows is continued by 6 prompts, which the mesh pads to 8. All 32 cache slots are filled."""
+    """Six prompts continue a cache of `rows` rows with 32 tokens each. On the mesh, they are padded to eight."""
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :3]
     first = cfg.replace(max_new_tokens=32 - 9)
     params = on_mesh((4, 2))
@@ -292,7 +292,7 @@ def test_an_engine_on_the_mesh(shape):
     prompts = [{"ids": row[keep], "max_new_tokens": 2 + n} for n, (row, keep) in enumerate(zip(IDS, MASK, strict=True))]
     prompts[1] |= {"n": 3}
     prompts[4] |= {"temperature": 1.5, "suppress_tokens": [5, 6]}
-    prompts += [{"ids": prompt["ids"]} for prompt in prompts]  # these repeat prompts, so part of each is copied
+    prompts += [{"ids": prompt["ids"]} for prompt in prompts]  # repeated prompts, whose first chunks are copied
     cfg = CFG.replace(do_sample=True, prefill_chunk_size=4)
     alone, found = (
         [done.tokens for done in generate_many(params, prompts, KEY, cfg, slots=3, prompt_width=9, ordered=True)]
@@ -312,7 +312,7 @@ def test_the_driver_says_whether_weights_are_divided():
 
 @pytest.mark.slow
 def test_a_16_bit_row_under_the_callers_jit_on_the_mesh():
-    """Sharded weights are not multiplied in lanes, because devices cannot add up the lanes' sums."""
+    """Sharded weights do not use `in_lanes`, because devices cannot add up the sums of its lanes."""
     model = model_config(vocab_size=96, hidden_size=896, num_attention_heads=8, num_key_value_heads=4)
     model = dataclasses.replace(model, dtype="bfloat16")
     params = random_params(model)
@@ -339,7 +339,7 @@ def test_low_rank_weights_on_the_mesh():
 
 
 def communicating():
-    """Yield greedy search and sampling on all meshes, and other modes on those that divide the vocabulary most."""
+    """Yield greedy search and sampling on all meshes, and other modes where the axis `model` has 4 or 8 devices."""
     for name in STEPS:
         for shape in MESHES if name in ("greedy", "sampling") else MESHES[2:]:
             marks = [pytest.mark.slow] * ((shape, name) != ((2, 4), "greedy"))
@@ -433,7 +433,7 @@ def test_load_reads_each_part_once(tmp_path, monkeypatch, shape):
     expected = on_mesh(shape)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, expected)
-    # Here, one process has all devices, so it reads the whole file, and each byte once.
+    # A single process has all devices here, so it reads the whole file, each byte once.
     assert sum(size for *_, size in read) == sum(x.nbytes for x in jax.tree.leaves(PARAMS))
     assert len(set(read)) == len(read)
 
@@ -455,7 +455,7 @@ def test_save_and_load_several_files(tmp_path, monkeypatch, dtype, tied):
     monkeypatch.setattr("convert.shards.MAX_SHARD", 60_000)
     model = dataclasses.replace(MODEL, dtype=dtype, tie_word_embeddings=tied)
     params = random_params(model)
-    for shape in ((2, 4), (1, 8)):  # the second mesh overwrites the first one's file
+    for shape in ((2, 4), (1, 8)):  # the second iteration overwrites the files of the first
         save_hf(on_mesh(shape, params, model), CFG.replace(model=model), tmp_path / "new", overwrite=True)
         assert len(list((tmp_path / "new").glob("*.safetensors"))) > 2
         saved, cfg = load_hf(tmp_path / "new")

@@ -66,7 +66,7 @@ def test_lazy_names_are_those_that_type_checkers_see():
 
 
 def test_no_module_has_a_public_name():
-    # Importing the module would replace the object of that name.
+    # Importing such a module would replace the public object of the same name.
     for name in jaxgen.__all__:
         assert importlib.util.find_spec(f"jaxgen.{name}") is None, name
 

@@ -29,7 +29,7 @@ OTHER_MODES = {
     "dola_generation": {"dola_layers": [1], "repetition_penalty": 1.2},
 }
 
-# Products of rows of the model's width with a weight, and a branch that starts with rows of NaN.
+# Products of one or two rows with a weight, and a branch that begins by creating rows of NaN.
 TWO_ROWS = re.compile(rf"dot_general .*\(tensor<2x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
 ONE_ROW = re.compile(rf"dot_general .*\(tensor<1x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
 WEIGHT_FIRST = re.compile(rf"dot_general .*\(tensor<\d+x{WIDTH}xbf16>, tensor<2x{WIDTH}xbf16>\)")
@@ -64,7 +64,7 @@ def lowered(mode: str) -> dict[str, str]:
 def test_only_the_cpu_gets_its_forms(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
-    # With guidance, a prompt has two rows.
+    # With guidance, a prompt has two streams, so products have two rows.
     assert (WEIGHT_FIRST if mode == "guided" else TWO_ROWS).search(programs["cpu"])
     assert not ONE_ROW.search(programs["cpu"])
     for platform in ("cuda", "tpu"):

@@ -1,4 +1,4 @@
-"""Several processes give the results of one, read and write only their own parts, and end if one of them is lost."""
+"""Several processes give the same results as one, access only their own parts of files, and end if one is lost."""
 
 import json
 import math
@@ -89,7 +89,7 @@ def test_two_processes(tmp_path, both, shape):
     assert "max_time cannot stop several processes" in first["max_time"]
     assert "the cache is divided over several processes" in first["to_hf"]
 
-    # On the mesh (2, 4), each process has the whole model. On (1, 8), it has half of it. No byte is read twice.
+    # On the mesh (2, 4), each process has the whole model; on (1, 8), half of each matrix. No byte is read twice.
     matrices, others = (
         sum(x.nbytes for x in jax.tree.leaves(params) if (x.ndim > 1) is is_matrix) for is_matrix in (True, False)
     )
@@ -155,7 +155,7 @@ def test_a_process_holds_its_parts_only(tmp_path, both):
 
 @pytest.fixture
 def start(tmp_path, port, environment):
-    """Return a function that starts the command as one of two processes, with its output in a numbered file."""
+    """Return a function that starts the command as process `number` of two, with its output in a file of that name."""
     started = []
 
     def start(number: int, *options) -> subprocess.Popen:
@@ -188,7 +188,7 @@ def wait_for_answers(process: subprocess.Popen, file: Path) -> None:
 
 
 def notes(file: Path) -> list[str]:
-    """Return the command's own lines, which come after those of jax's runtime."""
+    """Return the command's messages, which come after those of jax's runtime."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("{")]
     own = [line for line in lines if line.startswith("jaxgen: ")]
     assert lines[len(lines) - len(own) :] == own
@@ -196,7 +196,7 @@ def notes(file: Path) -> list[str]:
 
 
 def assert_lost(file: Path) -> None:
-    """Check that the command prints one line, which says that a process was lost."""
+    """Check that the command's only message says that a process was lost."""
     (note,) = notes(file)
     assert re.fullmatch(r"jaxgen: error: .*another process was lost, or failed: start all processes again\)?", note)
 

@@ -194,7 +194,7 @@ def test_other_programs_run_while_one_is_compiled(new_process):
 
 
 def test_programs_are_written_once_even_if_jax_has_a_cache(new_process, tmp_path, programs):
-    """XLA cannot serialize a program that was loaded, so jax's cache must not contain it."""
+    """XLA cannot serialize a program loaded from jax's cache, so the program must not be stored there."""
     directory = jax.config.jax_compilation_cache_dir
     assert directory is not None  # set by the fixture `programs`
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0

@@ -1,4 +1,4 @@
-"""Programs of eager calls: the number that is kept, when they are freed, and the compiler's options."""
+"""Programs of eager calls: how many are kept, when they are freed, and the compiler's options."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's memory
 
 @pytest.fixture
 def bounded(monkeypatch):
-    """Return a function that limits the number of programs."""
+    """Return a function that limits the number of programs that are kept."""
 
     def bound(most):
         monkeypatch.setattr(programs, "PROGRAMS", Programs(most))
@@ -63,7 +63,7 @@ def test_programs_beyond_the_limit_are_freed(run, count, bounded):
         used.append(maps())
         assert len(held) <= 4
     each = (used[3] - used[0]) / 3
-    assert each > 20  # a program does use maps
+    assert each > 20  # programs do use memory maps
     assert max(used[4:]) < used[3] + 3 * each
 
 
@@ -92,7 +92,7 @@ def test_scarce_maps_also_limit_the_number_of_programs(bounded, tmp_path, monkey
     for size in range(1, 12):
         (tmp_path / "self/maps").write_text("a map\n" * (50 if size < 11 else 51))
         run(np.ones(size, np.float32))
-    assert len(held) == programs._FEW  # the others were freed for the last one
+    assert len(held) == programs._FEW  # maps were scarce in the last call, so the others were freed
     (tmp_path / "self/maps").unlink()  # on some systems this file does not exist
     for size in range(12, 16):
         run(np.ones(size, np.float32))
@@ -143,7 +143,7 @@ def test_inside_a_transformation(bounded):
     wanted = double(x)
     np.testing.assert_allclose(jax.jit(run)(x), wanted, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(lambda: run(x))(), wanted, rtol=1e-6)
-    assert len(held) == 0  # they belong to the caller's program
+    assert len(held) == 0  # the operations are part of the caller's program
     np.testing.assert_allclose(jax.vmap(run)(x[None])[0], wanted, rtol=1e-6)
     gradient = jax.grad(lambda x: run(x).sum())(x)
     np.testing.assert_allclose(gradient, np.cos(x) + 1, rtol=1e-6)

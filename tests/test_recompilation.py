@@ -23,7 +23,7 @@ PROMPT = np.full((1, 3), 7)
 
 @pytest.fixture
 def logged(monkeypatch, caplog):
-    """Return a function that runs calls in turn, starting without any program, and returns what they log."""
+    """Return a function that forgets all programs, runs calls in turn, and returns the messages that they log."""
 
     def messages(*calls, most=64):
         monkeypatch.setattr(programs, "PROGRAMS", Programs(most))

@@ -29,7 +29,7 @@ def references(page: Path) -> list[tuple[str, str]]:
 
 
 def pages(site: Path) -> list[Path]:
-    return [page for page in site.rglob("*.html") if page.name != "404.html"]  # its paths depend on the server
+    return [page for page in site.rglob("*.html") if page.name != "404.html"]  # its links depend on the server
 
 
 def test_references_lead_to_files(site):

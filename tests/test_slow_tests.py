@@ -1,4 +1,4 @@
-"""Parts of the slow tests: together they contain all tests, and each test is in only one."""
+"""The slow tests are divided into parts: each test is in exactly one part."""
 
 import pytest
 

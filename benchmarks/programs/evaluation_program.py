@@ -15,7 +15,7 @@ _CALLS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
 
 class Evaluation(Program):
-    """A model in the harness."""
+    """A program that evaluates a model with the harness."""
 
     lm: Any
     in_model: float
@@ -34,8 +34,8 @@ class Evaluation(Program):
     def evaluate(self, tasks: str, task: str, batch_size: str) -> dict[str, Any]:
         """Run a task from the directory `tasks`.
 
-        Return its metrics; the arguments and the response of each request, by document; the total seconds; and the
-        model's seconds, which do not include the harness's own work.
+        Return its metrics, each document's requests and responses, the number of compilations, the total seconds, and
+        the seconds spent in the model.
         """
         if batch_size:
             is_auto = batch_size == "auto"
@@ -86,7 +86,7 @@ class Jaxgen(Evaluation):
         return self.count
 
     def gap(self, context: str, answers: list[str]) -> dict[str, Any]:
-        """Return the difference in log-probability between the first tokens that differ in two answers."""
+        """Compare two answers at the first token that differs; return the difference in log-probability."""
         from jaxgen import score_many
 
         before = self.tokenizer.encode(context)

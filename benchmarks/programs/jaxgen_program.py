@@ -73,7 +73,6 @@ class Jaxgen(JaxProgram):
         return answer | {"slots": self.output.cache.slots, "note": accepted}
 
     def probe(self, nbytes: int) -> dict[str, Any]:
-        """Return the result of `probe`."""
         return probe(nbytes)
 
 

@@ -33,8 +33,8 @@ class KerasHub(JaxProgram):
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         self._choose({name: value for name, value in options.items() if name != "capacity"})
-        # The cache is as long as the text, and is computed completely at first. The short run therefore has a longer
-        # prompt, so that the two runs differ only in their steps.
+        # keras-hub's prefill fills the cache for the whole padded text: prompt and answer. Therefore, both runs have
+        # texts of `room` tokens, and the short run has a longer prompt. Their times differ only by the decode steps.
         room = ids.shape[1] + 1 if new_tokens == 1 else room
         start = room - new_tokens
         text = np.zeros((len(ids), room), np.int32)
@@ -44,7 +44,7 @@ class KerasHub(JaxProgram):
         return np.asarray(out["token_ids"])[:, start:]
 
     def _choose(self, options: dict[str, Any]) -> None:
-        """Select these options, and reuse what has been compiled for them."""
+        """Select the sampler for these options; compile only if the options are new."""
         name = json.dumps(options)
         if name not in self.samplers:
             self.model.compile(sampler=_sampler(options))

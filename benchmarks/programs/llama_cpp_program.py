@@ -89,7 +89,7 @@ class LlamaCpp(Program):
 
 
 def _batch(rows: int, width: int) -> llama.llama_batch:
-    """Return a batch with `width` tokens per row; only each row's last token gets scores."""
+    """Return a batch with `width` tokens per row; only each row's last token gets logits."""
     batch = llama.llama_batch_init(rows * width, 0, 1)
     batch.n_tokens = rows * width
     for index in range(rows * width):
@@ -104,7 +104,7 @@ def _fill(batch: llama.llama_batch, tokens: np.ndarray, positions: np.ndarray) -
 
 
 def _sampler(options: dict[str, Any], room: int):
-    """Return llama.cpp's sampler for transformers' options. Choosing the top k before scaling makes no difference."""
+    """Return a sampler for transformers' options. Applying top-k before the temperature makes no difference."""
     known = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "capacity"}
     if unknown := set(options) - known:
         raise NotImplementedError(f"no {', '.join(sorted(unknown))}")
@@ -123,7 +123,7 @@ def _sampler(options: dict[str, Any], room: int):
 
 
 def gguf_file(checkpoint: Path, dtype: str) -> Path:
-    """Return a checkpoint's GGUF file. If there is none, write it in a separate process to free the memory."""
+    """Return a checkpoint's GGUF file. If there is none, write it in a separate process, whose memory is then freed."""
     file = checkpoint.with_name(f"{checkpoint.name}-gguf") / f"{dtype}.gguf"
     if dtype != "bfloat16":
         gguf_file(checkpoint, "bfloat16")
@@ -166,7 +166,7 @@ def _write(checkpoint: Path, file: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
     for name, bits in _tensors(checkpoint):
         name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if bits.ndim == 1:  # llama.cpp adds and multiplies vectors in float32
+        if bits.ndim == 1:  # llama.cpp applies biases and norms in float32
             writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -177,7 +177,7 @@ def _write(checkpoint: Path, file: Path) -> None:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the bits, as uint16, of each tensor in safetensors files."""
+    """Yield each tensor's name and its bits as uint16, from a checkpoint's safetensors files."""
     for file in sorted(checkpoint.glob("*.safetensors")):
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

@@ -1,4 +1,4 @@
-"""transformers under test: eager, with a static cache, or compiled with one."""
+"""transformers under test: eager, with a static cache, or with a static cache and torch.compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Transformers(Program):
         self.model = model.to(self.device).eval()
         seconds = time.perf_counter() - start
         self.variant = variant
-        model.generation_config = transformers.GenerationConfig()  # only the options of a run apply
+        model.generation_config = transformers.GenerationConfig()  # ignore the checkpoint's options
         total = sum(weight.nbytes for weight in model.parameters())
         looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
         return {
@@ -83,7 +83,7 @@ class Transformers(Program):
 
 
 class _LowRank(torch.nn.Module):
-    """A frozen projection with a trained low-rank update, stored in float32 and used in the projection's dtype."""
+    """A frozen projection plus a trained low-rank update. The update is float32 and is applied in the input's dtype."""
 
     def __init__(self, frozen: torch.nn.Linear, rank: int):
         super().__init__()

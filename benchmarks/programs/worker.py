@@ -1,4 +1,4 @@
-"""The protocol of a program under test. It runs in the program's own interpreter and needs only numpy.
+"""The protocol of a program under test. This file runs in the program's own interpreter and needs only numpy.
 
 Requests and answers are JSON objects, one per line, on stdin and stdout. A program first sends a hello when its imports
 are done. It then answers requests for methods such as `load` and `run`, and sleeps between requests.
@@ -30,8 +30,8 @@ class Program:
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         """Return the `new_tokens` tokens that follow each row of `ids int32[B, P]`, as an array on the host.
 
-        `room` is the number of tokens per row in a cache of fixed size, at least P + new_tokens. `options` are
-        transformers' generation options. No token ends a row. Raise `NotImplementedError` for an unsupported option.
+        A cache of fixed size has `room` >= P + new_tokens cache slots per row. `options` are transformers' options.
+        Rows must not end early: ignore the eos token. Raise `NotImplementedError` for an unsupported option.
         """
         raise NotImplementedError
 
@@ -44,7 +44,7 @@ class Program:
         return 0
 
     def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Generate, or take a training step if the option `lora` is set, and return the time in seconds."""
+        """Generate, or take a training step if the option `lora` is set; return seconds, tokens and compilations."""
         prompts, compiled = np.array(ids, np.int32), self.compiled()
         start = time.perf_counter()
         if "lora" in options:

@@ -85,7 +85,7 @@ class _AnswerJob:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of prompts per batch, and the width of the longest prompt."""
+        """The maximum number of prompts answered at a time, and the width of the longest prompt."""
         width = max((len(line.ids) for line in self.lines), default=1)
         return max(1, min(self.slots or self.batch_size, len(self.lines))), width
 
@@ -172,7 +172,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
 
 
 def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> int | None:
-    """Return the number of slots to use for --input, or None if it is answered in batches."""
+    """Return the number of slots to use for --input, or None if its prompts are answered in batches."""
     reason = not_in_slots(cfg.reset(["slots"]))
     if options.assistant is not None:
         reason = "--assistant"
@@ -331,7 +331,7 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
-    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS can be a prompt
+    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS alone is valid
         raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 

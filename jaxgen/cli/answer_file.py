@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# These values affect answers only through rounding. They may change when a run resumes; 16-bit dtypes cause a warning.
+# These values affect answers only through rounding, so a resumed run may change them (in 16 bits, with a warning).
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
@@ -60,7 +60,7 @@ class AnswerFile:
         self._stream, self._name = stream, name
 
     def write(self, index: int, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append the answers to a prompt.
+        """Append a prompt's answers to the file.
 
         Raises:
             InputError: the answers cannot be written, for example because the disk is full. Earlier answers are kept.
@@ -125,7 +125,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the values of the run that wrote the partial files, or an empty dict if there are no files."""
+    """Return the `run` recorded in the first partial file that has one, or an empty dict if there is none."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -147,7 +147,7 @@ def _partials(target: Path) -> list[Path]:
 
 
 def _merging(partial: Path) -> Path:
-    """Return the temporary name of the merged file while it is being written."""
+    """Return the name of the merged file while it is being written."""
     return partial.with_name(f"{partial.name}.merging")
 
 
@@ -227,7 +227,7 @@ def _locked(stream: Any, operation: int) -> bool:
 def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
     """Raise an error if a process with a different number of shards is running, because the shards would overlap.
 
-    Each process locks its own file before it checks the others, so at least one of two that start together fails.
+    Each process locks its own file before it checks the others, so if two start together, at least one fails.
     """
     own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
     for part in parts:
@@ -242,7 +242,7 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return, for each prompt, 1 if it has answers, else 0; raise an error if any come from a different run.
+    """Return, for each prompt, 1 if it has answers, else 0; raise an error if any answers are from a different run.
 
     Print a warning if this run rounds differently from the runs that wrote the answers.
     """
@@ -266,7 +266,7 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
 
 
 def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """Describe the earlier values that differ from the current ones."""
+    """List the options in `_ROUNDING` that differed in earlier runs, with their earlier values."""
     forms = [(name, before[name]) for before in earlier for name in _ROUNDING if name in before]
     return ", ".join(dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name)))
 
@@ -283,8 +283,8 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
     """Merge and remove the partial files; if prompts are left, print the shards that contain them.
 
-    Two processes that finish at the same time may both find that no prompts are left. The process that merges
-    locks the first partial file and removes it last.
+    Two processes that finish at the same time may both find that no prompts are left. Therefore, a process
+    locks the first partial file before it merges the files, and removes this file last.
     """
     merged = _merging(own)
     try:
@@ -309,7 +309,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
-        if os.path.lexists(target):  # another process is merging the files on a file system without locks
+        if os.path.lexists(target):  # without locks, another process may have merged the files meanwhile
             return
         raise InputError(
             f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "

@@ -1,6 +1,6 @@
 """Connect the processes of a run, and exit if one of them is lost.
 
-This module imports jax only after forking, because a process with threads cannot be forked safely.
+This module imports jax only after forking: jax starts threads, and a process with threads cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wanted(options: argparse.Namespace) -> bool:
 def supervise() -> int | None:
     """Fork the process. Return None in the child; in the parent, wait for the child and return its exit status.
 
-    If another process is lost, jax's runtime aborts the child with a page of text. The parent then prints one line.
+    If another process is lost, jax's runtime aborts the child with a page of text; the parent adds a one-line error.
     """
     alive, parent = os.pipe()
     child = os.fork()

@@ -21,7 +21,7 @@ from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # otherwise, the error for a truncated file would list every missing tensor
+PROBLEM_WIDTH = 240  # the problem reported for a truncated file lists every missing tensor
 LINE_WIDTH = 1000  # values on the command line can be long
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
-        warnings.simplefilter("once", JaxgenWarning)  # although a run calls generate() for each batch
+        warnings.simplefilter("once", JaxgenWarning)  # each batch may cause the same warning
         warnings.showwarning = lambda message, *_: terminal.say("warning", in_flags(str(message)))
         try:
             with contextlib.suppress(SystemExit), _log(argv):  # --help and --version raise SystemExit
@@ -183,7 +183,7 @@ def _one_line(text: str, width: int) -> str:
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device, so that buffered text does not fail again at exit."""
+    """Redirect stdout to the null device, so that flushing buffered text at exit does not fail again."""
     if sys.stdout is None:
         return
     with contextlib.suppress(OSError, ValueError):

@@ -211,7 +211,7 @@ def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Sessi
     count, reason = int(np.asarray(out.lengths)[row]), StopReason(int(np.asarray(out.stop_reasons)[row]))
     tokens = np.asarray(out.sequences)[row, out.prompt_width :][:count].tolist()
     logged = None
-    if out.logprobs is not None:  # cut on the host, where a new length compiles nothing
+    if out.logprobs is not None:  # sliced in numpy, because jax would compile a program for each length
         logged = LogProbs(np.asarray(out.logprobs)[row, :count])  # pyright: ignore[reportArgumentType]
     sequence = row % session.cfg.num_return_sequences
     return _entry(

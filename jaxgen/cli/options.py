@@ -1,4 +1,4 @@
-"""The options of `jaxgen "PROMPT"`: its own, and the `GenerationConfig` options marked for the command line.
+"""The options of `jaxgen "PROMPT"`: the command's own, and those of `GenerationConfig` that the command offers.
 
 This module does not import jax.
 """
@@ -55,7 +55,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return the reason why the command lacks an option that transformers, the Python API or `jaxgen train` has."""
+    """Return why the command has no such flag, if the Python API or `jaxgen train` has that option; otherwise, ""."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:
@@ -112,7 +112,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 
 def add_generation(command: arguments.Parser) -> None:
-    """Add the options of `GenerationConfig`; alternative limits are mutually exclusive."""
+    """Add the options of `GenerationConfig`; alternatives such as max_length and max_new_tokens exclude each other."""
     sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
     limits: dict[str, Any] = {}
     for option in OFFERED:
@@ -130,7 +130,7 @@ def _flag(name: str) -> str:
 
 
 def in_flags(message: str) -> str:
-    """Return a message with the names of options replaced by the command's flags, such as `--no-do-sample`."""
+    """Replace the option names in a message with the command's flags, such as `--no-do-sample`."""
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -244,13 +244,13 @@ def setting(text: str) -> dict[str, Any]:
     else:
         words = [f"{_flag(name)}={value}"]
     fields = generation_fields(parser().read(words)[0])
-    return {name: fields.pop(name, None), **fields}  # the parser omits an option whose value is none
+    return {name: fields.pop(name, None), **fields}  # generation_fields omits an option set to none
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
-    A limit on the command line also clears the checkpoint's alternative limit.
+    A limit on the command line replaces the checkpoint's alternative limit: --max-length clears max_new_tokens.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}

@@ -88,7 +88,7 @@ def serve(options: argparse.Namespace) -> None:
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            # On SIGTERM, uvicorn ends the service and raises the signal again, so the exit would look like a failure.
+            # After its shutdown, uvicorn raises SIGTERM again. It is ignored, or the exit would look like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The loaded model and its options. Only `/set` can change the options during a run."""
+"""The loaded model and its options, which `/set` can change in a conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The arguments of `generate` and the run's statistics; `generate_kwargs` has the arguments without a field."""
+    """The arguments of `generate`, and statistics; `generate_kwargs` contains the arguments that have no field here."""
 
     params: Any
     cfg: GenerationConfig

@@ -42,6 +42,6 @@ def interactive() -> bool:
 
 
 def _print(text: str) -> None:
-    if sys.stderr is not None:  # otherwise, print() would write to stdout
+    if sys.stderr is not None:  # print(file=None) would write to stdout
         with contextlib.suppress(OSError):  # a full disk or a closed pipe, which cannot be reported anywhere
             print(text, end="", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ class Stats:
         load: seconds to load the weights from files to the device.
         compile: total seconds spent tracing and compiling.
         first: seconds from each request to its first token, including compilation.
-        rest: seconds from each first token to the last.
+        rest: total seconds spent generating, excluding compilation and the times in `first`.
         tokens: the number of generated tokens, excluding the first tokens that `first` covers.
         failed: the number of answers that could not be completed.
     """
@@ -39,14 +39,14 @@ class Stats:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Measure the block as loading time."""
+        """Store the duration of the `with` block in `load`."""
         start = time.perf_counter()
         yield
         self.load = time.perf_counter() - start
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[Callable[[jax.Array | list[int]], None]]:
-        """Measure the block as generation time; call the yielded function with the number of tokens in each row."""
+        """Add the `with` block's duration to `rest`; the block calls the yielded function with each row's length."""
         start, compiled = time.perf_counter(), self.compile
 
         def generated(lengths: jax.Array | list[int]) -> None:

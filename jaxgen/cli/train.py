@@ -164,7 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return both configs, with the examples' end tokens added to the eos ids.
+    """Return config.json's and generation_config.json's contents, with the examples' end tokens added to the eos ids.
 
     A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """
@@ -206,7 +206,7 @@ def _check_memory(job: _TrainJob) -> None:
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
-    """Return the trained parameters in the source's dtypes; with --save-adapter, updates are attached, not merged."""
+    """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         _begin(job, frozen),

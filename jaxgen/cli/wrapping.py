@@ -8,18 +8,18 @@ from unicodedata import category, east_asian_width
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
-# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents; the second set
-# is for characters that cannot end a line, such as "(" and the emoji joiner.
+# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
+# Categories of characters that cannot end a line, such as "(" and the emoji joiner.
 _NOT_LAST = {"Ps", "Pi", "Cf"}
 
 
 class Wrapper:
     """Wraps text that arrives in pieces. Lines break at spaces, or next to wide characters, such as Chinese characters.
 
-    A word is held back until it is complete or its line is known, so that text on the screen never moves. Spaces at the
-    end of a line are dropped. The terminal breaks words that are longer than a line. It also breaks long lines of
-    fenced code, because an added newline could corrupt the code.
+    A word is held back until it is complete or no longer fits on the line, so that text on the screen never moves.
+    Spaces at the end of a line are dropped. The terminal breaks words that are longer than a line. It also breaks long
+    lines of fenced code, because an added newline could corrupt the code.
     """
 
     def __init__(self):
@@ -63,7 +63,7 @@ class Wrapper:
         return word + (self._place(char, columns) if self._placed else self._hold(char, columns))
 
     def _release(self) -> str:
-        """Return the held-back word, which fits on the line, and the spaces before it."""
+        """Return the held-back spaces and word, and advance the column past them."""
         if not self._word:
             return ""
         shown, self._spaces, self._word = self._spaces + self._word, "", ""
@@ -71,7 +71,7 @@ class Wrapper:
         return shown
 
     def _place(self, char: str, columns: int) -> str:
-        """Return the character; if the line is full, the terminal itself begins a new line."""
+        """Return the character to print; if the line is full, the terminal moves the character to a new line."""
         column = _after(self._column, char)
         self._column = column if column <= columns else _after(0, char)
         return char
@@ -86,7 +86,7 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence of the code block that is open after a line, or ""; `fence` is the fence open before the line.
+    """Return the fence that is open after `line`, or "" if there is none; `fence` is the one that is open before it.
 
     As in CommonMark, a code block ends at a line that contains only the fence's character, repeated at least as often
     as in the opening fence.
@@ -118,7 +118,7 @@ def _is_wide(char: str) -> bool:
 
 
 def _may_part(before: str, after: str) -> bool:
-    """Return True if a line may end between two characters without a space."""
+    """Return True if a line may break between two adjacent characters, even without a space."""
     if category(before) in _NOT_LAST or category(after) in _NOT_FIRST:
         return False
     return _is_wide(before) or _is_wide(after)

@@ -1,4 +1,4 @@
-"""Checks that generate() offers the given options, with errors derived from the options' records."""
+"""Checks of generate()'s arguments and options, and the normal form of a config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxgen.errors import ConfigError, InputError, shown
 P = ParamSpec("P")
 T = TypeVar("T")
 _HOST = tuple(option.name for option in OPTIONS.values() if option.host)
-# Arguments of transformers' generate(), and what to do instead.
+# Arguments of transformers' generate() that do not exist here, and what to do instead.
 _ELSEWHERE = {
     "input_ids": "pass the prompts as ids, the second argument",
     "inputs": "pass the prompts as ids, the second argument",
@@ -34,9 +34,9 @@ _ELSEWHERE = {
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
-    """Raise an error that names the first option that is not offered, alone or in combination with others.
+    """Raise an error if an option, or a combination of options, is not offered.
 
-    Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
+    An option that the decode mode does not read causes only a warning, as in transformers: see `warn_unused`.
     """
     refuse_values(cfg)
     constrained = [name for name in ("constraints", "force_words_ids") if getattr(cfg, name) is not None]
@@ -54,7 +54,7 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:
-    """Make errors about missing or unknown arguments say what the function accepts instead."""
+    """Wrap a function so that errors about missing or unknown arguments say which arguments it accepts."""
     signature = inspect.signature(function)
     required = ", ".join(name for name, entry in signature.parameters.items() if entry.default is entry.empty)
 
@@ -127,7 +127,7 @@ def normal_form(cfg: GenerationConfig) -> GenerationConfig:
 
 
 def _first_eos(eos: Any) -> Any:
-    """Return the first eos id, which pads rows if there is no pad id; 0 if there is no eos id either."""
+    """Return the first eos id, which is the default pad id; 0 if there is no eos id."""
     if not is_tracer(eos):
         return (eos_list(eos) or [0])[0]
     ids = jnp.ravel(eos)

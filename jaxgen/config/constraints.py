@@ -1,4 +1,4 @@
-"""Constraints on the text of constrained beam search, and the options that contain them.
+"""Constraints for constrained beam search, and the kinds of the options that contain them.
 
 A constraint is met once the row contains one of its alternatives, which are sequences of token ids. The constraints
 of an option form a table, int32[C, A, W]: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
@@ -90,7 +90,7 @@ Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
 class ConstraintKind(Kind):
-    """Constraints that are the same for all prompts. The leaf is int32[C, A, W]."""
+    """Base class for kinds of constraints, which all prompts share. The leaf is int32[C, A, W]."""
 
     traced = True
     ranks = 3
@@ -122,7 +122,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases and tuples of alternatives; in an array `[C, A, W]`, -1 marks an unused entry."""
+        """Return a tuple of phrases and tuples of alternatives. `value` may be an array `[C, A, W]`, padded with -1."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)
@@ -146,7 +146,7 @@ class Constraints(ConstraintKind):
     type_name = "list of constraints"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of constraints; in an array `[C, A, W]`, -1 marks an unused entry."""
+        """Return a tuple of constraints. `value` may be an array `[C, A, W]`, padded with -1."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         if is_array(value):

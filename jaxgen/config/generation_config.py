@@ -1,9 +1,9 @@
-"""GenerationConfig: every option of transformers 4.41.1's generate(), under its name and with its default.
+"""GenerationConfig: every option of transformers 4.41.1's generate(), with the same name and default.
 
-The config is a pytree. The values of traced options are its leaves, so new values never recompile. Everything that
-shapes the program (mode, model, static options, which options are on) is part of the config's structure. An option at
-its neutral value is off and has no leaf, so a config's structure alone determines which processors run, even inside the
-caller's own jit.
+The config is a pytree. The values of traced options are its leaves, so changing them never causes recompilation.
+Everything that shapes the program (mode, model, static options, which options are on) is part of the config's
+structure. An option at its neutral value is off and has no leaf, so a config's structure alone determines which
+processors run, even inside the caller's own jit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Inherited:
-    """Names of the options that the checkpoint sets. All instances are equal, so new names never recompile."""
+    """Names of the options that the checkpoint sets. All instances are equal, so names never cause recompilation."""
 
     names: frozenset[str] = frozenset()
 
@@ -63,7 +63,7 @@ class _Inherited:
 
 @jax.tree_util.register_static
 class _InRequest:
-    """Placeholder for values that are in the requests, one per prompt. It is not equal to a neutral value."""
+    """Placeholder for an option value that is in the requests instead. It is not equal to any neutral value."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _InRequest)
@@ -109,7 +109,7 @@ class GenerationConfig(GenerationOptions):
         TypeError: a value has the wrong type.
     """
 
-    # None until it is set. `model_of` checks configs that callers pass, so the rest of the code can rely on a model.
+    # None until it is set. `model_of` checks configs that callers pass, so all other code can assume a `ModelConfig`.
     model: ModelConfig = None  # pyright: ignore[reportAssignmentType]
 
     from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
@@ -158,7 +158,7 @@ class GenerationConfig(GenerationOptions):
         """Split into a config that all prompts share, and the values of the enabled per-prompt options, by name.
 
         Each value is a pytree of arrays, with one entry for all prompts or one for each. In the config, `IN_REQUEST`
-        replaces the value, so that the option is still on.
+        replaces these values, so that the options remain on.
         """
         given = vars(self)
         values = {
@@ -187,7 +187,7 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
-        """Create a config from the dict in a generation_config.json. transformers' bookkeeping fields are ignored.
+        """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
         Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have such
         ids; everywhere else, they are rejected. Values that the decode mode does not read cause a warning only if
@@ -204,7 +204,7 @@ class GenerationConfig(GenerationOptions):
         return result
 
     def to_hf(self) -> dict[str, Any]:
-        """Return transformers' options that differ from their defaults, as in a generation_config.json.
+        """Return the options of transformers that are not at their defaults, as a dict for a generation_config.json.
 
         `constraints` become part of `force_words_ids`, which has the same meaning.
 
@@ -332,7 +332,7 @@ class GenerationConfig(GenerationOptions):
 
 
 def model_of(cfg: GenerationConfig) -> ModelConfig:
-    """Return the config of the model that a generation config is for.
+    """Return a generation config's `model`, after checking that it is set.
 
     Raises:
         ConfigError: `cfg.model` is None.

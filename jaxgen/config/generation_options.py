@@ -3,8 +3,8 @@
 The options for length and for choosing tokens are in sampling_options.py; all others are here.
 
 Records that have a `stage` are logits processors and warpers; within a stage, they run in the order listed, which is
-transformers' order. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
-docs/options.md, and cli/options.py makes the command's flags.
+transformers' order. CONTRIBUTING.md shows how to add an option. kinds.py parses and checks the values, reference.py
+writes docs/options.md, and cli/options.py creates the command's flags.
 
 This module does not import jax.
 """
@@ -70,7 +70,7 @@ class _Watermark(Kind):
     type_name = "WatermarkingConfig or dict"
 
     def parse(self, name: str, value: Any) -> Any:
-        from jaxgen.config.watermarking import WatermarkingConfig  # the class is a pytree, so the import needs jax
+        from jaxgen.config.watermarking import WatermarkingConfig  # the class is a pytree, so importing it loads jax
 
         if isinstance(value, Mapping):
             return WatermarkingConfig.from_hf(value)
@@ -81,7 +81,7 @@ class _Watermark(Kind):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationOptions(SamplingOptions):
-    """The fields of `GenerationConfig`, after those of `SamplingOptions`, in the order of the option reference."""
+    """The fields of `GenerationConfig`, in the order of the option reference; the first are in `SamplingOptions`."""
 
     # Scores, in the order in which they are applied
     guidance_scale: Number | None = _score(

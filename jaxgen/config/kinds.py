@@ -1,4 +1,4 @@
-"""Kinds of option values. A kind defines parsing, allowed values, the neutral value, and the form in a program.
+"""Kinds of option values. A kind defines the neutral value, and how values are parsed, checked and passed to a program.
 
 This module does not import jax, so that the command can parse its arguments quickly.
 """
@@ -67,7 +67,7 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays of a value in normal form; None if the value is static. The option must be on."""
+        """Return a value in normal form as the program's arrays; None if it is static. The option must be on."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -188,7 +188,7 @@ class OneOf(Static):
 
 
 class Layers(Static):
-    """The lower or the higher layers, or a list of layers, without duplicates."""
+    """The string "low" or "high", or a list of layers, from which duplicates are removed."""
 
     type_name = "'low', 'high' or list"
 
@@ -204,7 +204,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or list of strings for all prompts, or a list that contains a list of strings or None per prompt."""
+    """A string or list of strings for all prompts, or a list with one entry per prompt: a list of strings, or None."""
 
     type_name = "str or list"
     per_prompt = True
@@ -227,7 +227,7 @@ class Text(Static):
         return len(value) if isinstance(value, tuple) and not all(isinstance(x, str) for x in value) else None
 
     def sets(self, value: Any) -> tuple[Any, ...]:
-        """Return each prompt's strings (None for a prompt without any), or one entry with all prompts' strings."""
+        """Return a tuple with each prompt's strings or None, or with one entry if all prompts share the strings."""
         if self.prompt_count(value) is not None:
             return value
         return ((value,) if isinstance(value, str) else value,)
@@ -238,7 +238,7 @@ class Text(Static):
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Flag):
-    """A bool for all prompts (then part of the program), or one bool per prompt. The leaf is None or bool[B]."""
+    """A bool for all prompts, which is part of the program, or one bool per prompt. The leaf is None or bool[B]."""
 
     traced = per_prompt = True
 
@@ -300,7 +300,7 @@ class _Number(Kind):
         return value is None or (isinstance(value, int | float) and value in (self.neutral, self.also_off))
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a Python number, an array `[B]` of the right dtype, or the value that means off."""
+        """Return a Python number, an array `[B]` of the right dtype, or the neutral value."""
         if isinstance(value, bool | str | bytes | complex | Mapping):
             raise TypeError(f"{name} must be a number, got {value!r}")
         if self.is_off(value):
@@ -375,7 +375,7 @@ class Unsigned(Integer):
 
 
 class TokenId(Integer):
-    """A token id, or one per prompt; None is off."""
+    """A token id, or one per prompt; None means off."""
 
     def __init__(self, **fields: Any):
         super().__init__(least=0, **fields)
@@ -388,7 +388,7 @@ class TokenId(Integer):
 
 
 class DecayPair(Kind):
-    """A pair `(start, factor)`; each is one number, or one per prompt. The leaf is `(int32, float32)`."""
+    """A pair `(start, factor)`. Each part is one number, or one per prompt. The leaf is `(int32, float32)`."""
 
     traced = per_prompt = True
     ranks = (0, 0)

@@ -23,9 +23,9 @@ ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 
-# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. The token
-# automaton or prefix function runs between BEFORE_GRAMMAR and AFTER_GRAMMAR, and the caller's own processors run after
-# AFTER_GRAMMAR.
+# Stages of the processors, in the order in which they run: GUIDANCE in `decoding.guidance`, the others in
+# `logits.pipeline`. The token automaton or prefix function runs between BEFORE_GRAMMAR and AFTER_GRAMMAR, and the
+# caller's own processors run after AFTER_GRAMMAR.
 GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
 RENORMALIZE, WARP = "renormalize", "warp"
 
@@ -42,18 +42,18 @@ class Option:
     Attributes:
         name: transformers' name.
         default: transformers' default, in normal form.
-        kind: defines parsing, the allowed values, the neutral value, and the form in the program.
+        kind: how values are parsed, checked and passed to the program; see `Kind`.
         doc: the option's effect, in one line.
         group: the section of the option reference.
         hf: the class in transformers 4.41.1 that implements the option.
-        since: "" for an option of 4.41.1; a later release's number, or "later"; or "jaxgen" for jaxgen's own options.
+        since: the release that added the option, or "later"; "" for options of 4.41.1, and "jaxgen" for jaxgen's own.
         differs: differences from transformers.
         modes: the decode modes that read the option; None for all. Modes that draw tokens also read `sample`'s options.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
         of_tokens: True if the option depends on the prompt's tokens, so that a cache must include token ids.
         host: True if the option is used on the host, not by the compiled loop.
-        command: True if the command offers the option; a string is appended to the option's help text.
+        command: True, or an addition to the option's help text, if the command offers the option.
         instead_of: the alternative limit, which is cleared when this option is set on the command line.
         refused: the error text for a value that is not in `offered`, with the reason and a remedy.
         offered: for an option with `refused`, the values accepted in addition to the default.

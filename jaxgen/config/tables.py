@@ -1,4 +1,4 @@
-"""Options made of token ids: sets, sequences and biases, and their tables in a compiled program.
+"""Kinds of options that consist of token ids (sets, sequences, biases), and their tables in a compiled program.
 
 The numbers in a table are traced. Table sizes are static, but rounded up to powers of two; unused entries are -1.
 Changing ids therefore does not cause recompilation, and adding ids usually does not either.
@@ -30,7 +30,7 @@ def as_lists(value: Any) -> Any:
 
 
 def depth(value: Any) -> int:
-    """Return how deeply lists are nested; 0 for anything else."""
+    """Return how deeply lists are nested; 0 if the value is not a list."""
     return 1 + max((depth(item) for item in value), default=0) if isinstance(value, list) else 0
 
 
@@ -58,7 +58,7 @@ def traced_table(name: str, value: Any, *ranks: int) -> Any:
 
 
 class _Table(Kind):
-    """Token ids: Python numbers for all prompts, or an array that contains a table of `rank` axes for each prompt."""
+    """Token ids: Python numbers for all prompts, or an array with one table of `rank` axes per prompt."""
 
     traced = per_prompt = True
     rank: int
@@ -186,7 +186,7 @@ class SequenceBias(_Table):
         return self.leaf(value)[0]
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a FrozenDict from tuples of ints to floats or, with one dict per prompt, the leaf."""
+        """Return a FrozenDict `{(id, ...): bias}`; if there is one dict per prompt, return the leaf."""
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:

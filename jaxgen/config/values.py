@@ -47,7 +47,7 @@ class FrozenDict(Mapping):
 
 
 def frozen(value: Any) -> Any:
-    """Return a hashable form of a value. Lists become tuples, dicts FrozenDicts, and numpy numbers Python numbers."""
+    """Make a value hashable: turn lists into tuples, dicts into FrozenDicts, and numpy numbers into Python numbers."""
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return value.item()
     if isinstance(value, list | tuple):
@@ -58,7 +58,7 @@ def frozen(value: Any) -> Any:
 
 
 def thawed(value: Any) -> Any:
-    """Convert a value to JSON's lists and dicts; a dict with tuple keys becomes the list `[[key, value], ...]`."""
+    """Convert a value to lists and dicts for JSON; a dict with tuple keys becomes the list `[[key, value], ...]`."""
     if isinstance(value, tuple):
         return [thawed(item) for item in value]
     if hasattr(value, "to_hf"):

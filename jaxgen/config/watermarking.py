@@ -27,7 +27,7 @@ _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatermarkingConfig:
-    """Parameters of a watermark: transformers' `WatermarkingConfig`. New ratios, biases and keys never recompile.
+    """Parameters of a watermark, as in transformers. Changing the ratio, bias or key never causes recompilation.
 
     >>> WatermarkingConfig(bias=3).to_hf()["bias"]
     3.0
@@ -36,8 +36,8 @@ class WatermarkingConfig:
         greenlist_ratio: the fraction of the vocabulary that is green, greater than 0 and less than 1.
         bias: the number that is added to the scores of green tokens.
         hashing_key: the secret key, from 0 to 2**32 - 1.
-        seeding_scheme: with "lefthash", the green tokens depend on the last token; with "selfhash", on the last
-            `context_width` tokens, including the green token itself.
+        seeding_scheme: whether a token is green depends on the previous token ("lefthash"), or on the previous
+            `context_width - 1` tokens ("selfhash").
         context_width: rows with fewer tokens than this are not marked.
 
     Raises:

@@ -6,7 +6,7 @@ its own choice.
 
 The result is therefore the same as that of greedy search or sampling with the same key, but takes fewer passes. The
 drafter and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts
-drafted tokens at random. Its texts then have the same distribution, but are not the same texts.
+drafted tokens at random. This preserves the distribution of the texts, but not the texts themselves.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Assisted(Mode):
         )
 
     def finish(self, run: Run, state: AssistedState) -> Decoded:
-        """Return the tokens and the number of accepted drafted tokens."""
+        """Return the tokens, and the numbers of drafted and accepted tokens."""
         decoded = Sample().finish(run, state.sample)
         return dataclasses.replace(decoded, drafted=state.drafted, accepted=state.accepted)
 

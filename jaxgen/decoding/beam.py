@@ -3,9 +3,9 @@
 A search has k running beams, in consecutive rows, and a list of its k best hypotheses, which are beams that have ended.
 In each step, the best continuations of the running beams become the candidates, best first. A candidate that ends
 becomes a hypothesis if it is among the first k. The first k candidates that do not end become the next running beams.
-A prompt has one search, or several (`group_beam`).
+A prompt has one search, or one per group in diverse beam search (`group_beam`).
 
-The rows of a prompt write to shared slots, so reordering beams moves no keys or values.
+The rows of a prompt share cache slots, so reordering beams does not move keys or values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
-# Before the first step, all beams of a search are identical. All beams except the first start with this score.
+# Before the first step, all beams of a search are identical, so all but the first start with this low score.
 _REPEATED = -1e9
 
 
@@ -44,7 +44,7 @@ class Hypotheses:
 
     Attributes:
         scores: float32[S, k], with the length penalty; -inf for an empty entry.
-        rows: S*k rows, each with the token that ended the row.
+        rows: S*k rows, which include the tokens that ended them.
         origins: int32[S*k, N], as in `Beams`.
     """
 
@@ -59,8 +59,8 @@ class Beams:
 
     Attributes:
         scores: float32[S, k], the sum of the scores of each running beam's tokens.
-        rows: S*k rows, without the records of the run.
-        origins: int32[S*k, N], the index within the search of the beam that each generated token extended.
+        rows: S*k rows, without per-step records.
+        origins: int32[S*k, N], for each generated token, the beam that it extended, as an index within the search.
         hypotheses: the best ended beams.
         complete: bool[S], True if the hypotheses are final.
     """
@@ -88,7 +88,7 @@ class BeamState:
     Attributes:
         beams: the searches of all prompts.
         cache: the keys and values of each row's tokens, except its last token.
-        recording: the records of the run. As in transformers, a step is recorded in the row that a beam then occupies.
+        recording: the per-step records. As in transformers, they stay in their rows when the beams are reordered.
         cache_ids: as in `Rows`.
         keys: key[B], or None without sampling.
     """
@@ -106,7 +106,7 @@ class BeamState:
 
 
 class BeamSearch(Mode):
-    """Beam search, and beam sampling if there is a key. Each prompt has one search."""
+    """Beam search, or beam sampling if there is a key. Each prompt has one search."""
 
     def needs(self, cfg: GenerationConfig) -> Needs:
         """Require one row per beam."""
@@ -297,7 +297,7 @@ class Step:
         return take(x, parents, self.live.size)
 
     def ended(self, rows: Rows) -> jax.Array:
-        """Return which continuations can no longer run, as bool[S, n]. `rows` are the S * n rows of continuations."""
+        """Return which continuations, given as S * n rows, ended for a reason other than LENGTH, as bool[S, n]."""
         ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
         return self.live[:, None] & ended.reshape(self.live.size, -1)
 
@@ -313,8 +313,8 @@ class Step:
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation, which may itself be one of the results, is compared with them. All these scores come
-        # from one division, because XLA could round two divisions differently.
+        # The best continuation may itself be a result, and `_is_complete` compares its score with those of the results.
+        # One division computes all these scores, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
@@ -363,7 +363,7 @@ def choose_beams(
 
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C] into k * V."""
+    """Return the candidates of each search, best first: totals float32[S, C], and beam * V + token as int32[S, C]."""
     run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
@@ -377,7 +377,7 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
-    """Return which searches have final hypotheses, as bool[S], like `BeamHypotheses.is_done`.
+    """Return True for searches whose hypotheses are final, as bool[S]; see `BeamHypotheses.is_done`.
 
     Args:
         run: the constants.
@@ -398,7 +398,7 @@ def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attaine
 
 
 def _divisors(run: Run, rows: Rows, length: jax.Array) -> jax.Array:
-    """Return `length int32[S]` to the power of `length_penalty`, float32[S, 1]."""
+    """Raise `length int32[S]` to the power of each search's length penalty; return float32[S, 1]."""
     penalty = _length_penalty(run, rows)[:: rows.count // length.shape[0]]
     return (jnp.maximum(length, 1).astype(jnp.float32) ** penalty)[:, None]
 
@@ -421,7 +421,7 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
 
     Args:
         count: the number of entries to return.
-        pools: pairs of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
+        pools: pairs `(scores, tree)`: float32[groups, n], and a tree of arrays `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)

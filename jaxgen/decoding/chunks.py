@@ -1,7 +1,7 @@
 """Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open. Each chunk applies the `Arrivals`
-since the previous chunk, and returns a `Journal` of its own events.
+By itself, `Continuous` decodes a fixed list of prompts. Here, each chunk first applies the `Arrivals` since the
+previous chunk, and returns a `Journal` of its own events.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Arrivals:
     """The changes to apply before a chunk, in arrays of fixed sizes.
 
     Attributes:
-        request: M prompts, complete except for their keys.
-        number: int32[M], the number that identifies each prompt; `NOBODY` after the last prompt.
+        request: M prompts, as a complete request (`Request.complete`) without random keys.
+        number: int32[M], the number that identifies each prompt; `NOBODY` in unused entries.
         sequences: int32[M], the number of sequences of each prompt.
         key_data: uint32[M, ...], the key data of each prompt.
         index: uint32[M], the value to fold into each key.
@@ -52,13 +52,13 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
     """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
-        run: the constants, including everything that rows may need.
+        run: the constants; every option that a prompt may use must be on.
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
         places: the maximum number of waiting prompts.
         steps: the maximum number of steps in a chunk.
         stored: the capacity of the prefix store, in chunks; 0 for no store.
-        key_impl: the implementation of random keys.
+        key_impl: the implementation of the random keys, as for the `impl` of `jax.random.key`.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
     at = jnp.zeros(places, jnp.int32)
@@ -69,7 +69,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
-    """Add the new prompts, and take `steps int32[]` steps, or fewer if nothing is left to do.
+    """Apply the arrivals, then take `steps int32[]` steps, or fewer if nothing is left to do or the journal is full.
 
     The queue must have space for the waiting prompts and the new ones.
 
@@ -102,7 +102,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
     queue, count = state.queue, arrivals.number.shape[0]
     order = jnp.arange(count, dtype=jnp.int32)
     given = arrivals.number != NOBODY
-    # Each dropped prompt gets a different place, because the scatter promises unique indices.
+    # Unused entries get distinct places past the end, because the scatter promises unique indices.
     place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
     request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
 

@@ -27,9 +27,9 @@ class ConstrainedBeamSearch(BeamSearch):
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
         """Return which running beams count as results at the end, as bool[S, k].
 
-        Beams with unmet constraints count only if there are otherwise too few beams to return all sequences.
+        Beams with unmet constraints count only if fewer than `num_return_sequences` beams meet all constraints.
         """
-        # A beam with a banned token does not count. In transformers, it does, and can become the result.
+        # Unlike in transformers, a beam with a banned token does not count.
         met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
         return ~beams.complete[:, None] & (met | few)
@@ -37,7 +37,7 @@ class ConstrainedBeamSearch(BeamSearch):
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
-        """Choose the next beams; see `BeamSearch.grow`. The recorded scores include the beams' own scores."""
+        """Choose the next beams; see `BeamSearch.grow`. Each recorded score includes the beam's total so far."""
         table, count = ConstraintAutomaton.from_config(run.cfg), beams.scores.shape[1]
         step = Step.begin(run, beams, logits, process(run, beams.rows, log_probs))
         with jax.named_scope("choose"):
@@ -49,7 +49,7 @@ class ConstrainedBeamSearch(BeamSearch):
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
         searches, number = candidates.tokens.shape
         open_places = step.best(candidates.only(~ended[:, :number]))
-        # As in transformers, a candidate that ends counts only if it is among the first k.
+        # As in transformers, a candidate that ends becomes a result only if it is among the first k.
         first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
         with jax.named_scope("constrain"):
             known = jnp.concatenate([first[:, :count], open_places], axis=1)
@@ -63,7 +63,7 @@ class ConstrainedBeamSearch(BeamSearch):
 
 
 def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
-    """Return the k * C * A proposals of each search. The token is -1 where there is no proposal."""
+    """Return one proposal per beam, constraint and alternative, [S, k * C * A]; its token is -1 if there is none."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
     # A token may begin several constraints, but each row proposes it only once.
@@ -79,7 +79,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """Return the banks of continuations with this state, int32[S, n]. The last `proposed` columns are proposals."""
+    """Return each continuation's bank, int32[S, n], from its new `state`. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     before = _state(step.beams.rows)
@@ -89,7 +89,7 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
-    """Return which proposals differ from every `known` continuation in token or text, as bool[S, n].
+    """Return which proposals differ from every `known` continuation in token or text, as bool[S, E].
 
     Several beams may have the same text; initially, all beams do. Only proposals of the first such beam count.
     """
@@ -124,7 +124,7 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
-    # Very unlikely tokens can break the order of banks. As in transformers, a new bank begins wherever `banks` changes.
+    # Very low scores can mix the banks in this order. As in transformers, a new bank begins wherever `banks` changes.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

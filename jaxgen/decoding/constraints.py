@@ -1,9 +1,9 @@
 """Progress of rows through the constraints of beam search: transformers' `ConstraintListState`.
 
-A constraint has one or more alternatives, and no alternative is a prefix of another. A phrase has one alternative. The
-tokens of a row, including its prompt, meet constraints one at a time, so at most one is in progress. A token that
-begins a pending constraint puts this constraint in progress. The first token that continues none of its alternatives
-sends it back to the end of the queue of pending constraints. Such a token does not begin a different constraint.
+A constraint has one or more alternatives, and no alternative is a prefix of another. The tokens of a row, including its
+prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending constraint puts
+this constraint in progress. If a token then continues none of the constraint's alternatives, the constraint returns to
+the end of the queue of pending constraints. The same token cannot begin another constraint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ConstraintState:
     """Progress of each row through the constraints.
 
     Attributes:
-        queue: int32[rows, C], the order in which pending constraints are tried, smallest first; -1 if not pending.
+        queue: int32[rows, C], each constraint's place in the queue, lowest first; -1 if the constraint is not pending.
         current: int32[rows], the constraint in progress, or -1.
         alternative: int32[rows], the first alternative of the current constraint that starts with the matched tokens.
         matched: int32[rows], the number of matched tokens.
@@ -115,7 +115,7 @@ class ConstraintAutomaton:
         return where(live, pushed, state)
 
     def banks(self, state: ConstraintState) -> jax.Array:
-        """Return each row's progress, int32[rows]. A constraint in progress is measured by its longest alternative."""
+        """Return the rows' banks, int32[rows], as if each row were matching its constraint's longest alternative."""
         return self._banks(state.met, jnp.where(state.current >= 0, self._progress(state.current, state.matched), 0))
 
     def proposals(self, state: ConstraintState) -> jax.Array:
@@ -132,12 +132,12 @@ class ConstraintAutomaton:
     def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
         """Return the banks by which proposals are sorted, int32[rows, C, A].
 
-        In transformers, all copies of a constraint in progress share one list of matched tokens. Each proposal is
-        therefore compared with a list that includes earlier proposals, and counts only if it continues that list.
+        In transformers, all copies of a constraint in progress share one list of matched tokens. A row's proposals
+        are therefore added to this list in turn. A proposal that does not continue the list makes no progress.
 
         Args:
             state: the state of the rows before the proposals.
-            banks: int32[rows, C, A], the bank of each row extended by each proposal.
+            banks: int32[rows, C, A], the bank that each row would have after each proposal.
         """
         (rows, _, most), width = banks.shape, self.ids.shape[2]
         if most == 1:
@@ -172,7 +172,7 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        An alternative whose first `matched int32[rows]` tokens are not those of `alternative int32[rows]` gives -1.
+        An alternative that differs from `alternative int32[rows]` in its first `matched int32[rows]` tokens has none.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]
@@ -182,7 +182,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return the longest constraint's length minus the rest of this one's longest alternative, int32[rows]."""
+        """Return the longest constraint's length minus the rest of `constraint`'s longest alternative, int32[rows]."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

@@ -4,7 +4,7 @@ In each step, the model reads the candidates of each row: its k most likely next
 candidate that is likely and whose hidden state differs from the states of earlier tokens in the row. The model has
 therefore already read every chosen token, including the last one.
 
-The candidates of a prompt write to the same slots, so choosing a candidate does not move any keys or values.
+The candidate rows of a prompt share slots, so choosing a candidate does not move any keys or values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ContrastiveState:
 
     Attributes:
         rows: one row per prompt.
-        cache: the keys and values of all tokens in the rows. Each prompt has k rows, one for each candidate.
+        cache: the keys and values of all tokens, with k cache rows per prompt, one for each candidate.
         read: the model's output for each row's last token, without the cache, the records and the hidden states.
         context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
     """
@@ -78,7 +78,7 @@ class ContrastiveSearch(Mode):
         return Needs(candidates=max(1, candidates), final_states=True)
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
-        """Return the rows before any token is generated. The first step chooses the first token."""
+        """Return the initial state. The first step chooses the first token."""
         hidden = prefilled.read.hidden
         assert hidden is not None
         hidden = guidance.conditional_part(run.cfg, hidden)
@@ -155,7 +155,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     """Run the candidates `tokens int32[rows, k]` of the live rows through the model, each in a separate row.
 
     Returns:
-        The model's output for k candidate rows per row, and these candidate rows with the hook's new state.
+        The model's output for the rows * k candidates, and the candidates' rows with the hook's new state.
     """
     count = tokens.shape[1]
     candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(count)

@@ -27,7 +27,7 @@ from jaxgen.model.causal_lm import head
 
 # Tokens with a probability below this fraction of the highest probability are banned.
 _RELATIVE_TOP = 0.1
-# With more than _DEEP layers, "low" selects only from the first _DEEP_REACH layers, and "high" only from the last.
+# With more than _DEEP layers, "low" selects from the first _DEEP_REACH layers, and "high" from the last _DEEP_REACH.
 _DEEP, _DEEP_REACH = 40, 20
 
 
@@ -53,7 +53,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     """Return the candidate layers that `dola_layers` selects. Layer 0 is the embeddings.
 
     Raises:
-        ConfigError: a layer is not before the model's last one, or there are no candidate layers.
+        ConfigError: `dola_layers` lists the last layer or a higher number, or there are no candidate layers.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
@@ -67,7 +67,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     deep = layers > _DEEP
     if given == "high":
         return tuple(range(layers - _DEEP_REACH if deep else layers // 2, layers, 2))
-    # With tied embeddings, layer 0 would predict the token itself.
+    # With tied embeddings, layer 0 would predict the input token.
     start = min(2, layers - 1) if model.tie_word_embeddings else 0
     end = _DEEP_REACH if deep else layers // 2
     chosen = (start,) if start == layers // 2 else tuple(range(start, end, 2))
@@ -86,7 +86,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
         run: the constants.
         adapter: int32[rows], the adapter of each row, or None.
         logits: float32[streams * rows, V].
-        states: L + 1 arrays `[streams * rows, D]`.
+        states: the hidden states, L + 1 arrays `[streams * rows, D]`.
     """
     mature, *others = guidance.split(run.cfg, logits)
     candidates = [guidance.conditional_part(run.cfg, states[layer]) for layer in candidate_layers(run.cfg)]
@@ -98,7 +98,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """Subtract the log-probabilities of each row's layer that differs most from the last layer. Ban unlikely tokens.
+    """Subtract from each row's log-probabilities those of the candidate layer that differs most. Ban unlikely tokens.
 
     Args:
         mature: float32[rows, V], the model's logits.
@@ -113,7 +113,7 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 
 
 def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
-    """Return the processed scores, float32[rows, V], or the scores of `without_dola` where all tokens are banned.
+    """Return the processed scores, float32[rows, V]; in rows where all tokens are banned, those of `without_dola`.
 
     DoLa keeps only likely tokens. If processors or a grammar ban all of these, transformers chooses token 0.
     """
@@ -124,9 +124,9 @@ def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
     """Return the divergence of each layer's distribution from the mature one, float32[C, rows].
 
-    This is transformers' variant of the Jensen-Shannon divergence: it compares the average distribution with each
-    of the two, and takes the mean of both divergences. Tokens that a hook has banned are not counted. `log_mature` is
-    float32[1, rows, V], and `log_premature` is float32[C, rows, V].
+    This is transformers' variant of the Jensen-Shannon divergence: the mean of KL(average, mature) and KL(average,
+    premature), where `average` is the mean of both distributions. Tokens that a hook has banned are not counted.
+    `log_mature` is float32[1, rows, V], and `log_premature` is float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))
     log_average = jnp.log(jnp.where(average > 0, average, 1))

@@ -1,6 +1,6 @@
 """Drafts for assisted generation, from a smaller model or from an earlier occurrence of a row's last tokens.
 
-A drafter consists of pure functions on a state of its own (`Drafter`). A draft never changes the generated text.
+The functions of a `Drafter` are pure, and operate on its own state. A draft never changes the generated text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after appending `accepted int32[B]` drafted tokens and one more token to each row."""
+        """Return the state after each row has accepted `accepted int32[B]` drafted tokens and gained one more token."""
         ...
 
 
@@ -63,7 +63,7 @@ def drafter_of(run: Run) -> Drafter:
 class PromptLookup:
     """Drafter that copies what follows an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
 
-    It finds the longest n-gram that ends the row and also occurs earlier, and copies from its first occurrence.
+    It finds the longest n-gram that ends the row and also occurs earlier, and copies what follows its first occurrence.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
@@ -135,7 +135,7 @@ class DraftModel:
         return draft, dataclasses.replace(state, cache=cache)
 
     def update(self, run: Run, state: DraftState, rows: Rows, accepted: jax.Array) -> DraftState:
-        """Drop the rejected tokens. Draft more tokens next time if all were accepted, otherwise fewer."""
+        """Drop the rejected tokens, and adapt the length of the next draft unless the schedule is constant."""
         surplus = jnp.maximum(state.cache.total_length - (rows.history.length - 1), 0)
         wanted = state.wanted
         if _draft_of(run).cfg.num_assistant_tokens_schedule != "constant":
@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return the maximum number of drafted tokens, int32[B]: the remaining budget minus 1, or 0 for a finished row."""
+    """Return the maximum draft length, int32[B]: the smaller of `width` and the remaining budget - 1; 0 in done rows."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 

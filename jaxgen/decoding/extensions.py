@@ -39,7 +39,7 @@ class Extensions:
 
 @jax.tree_util.register_pytree_node_class
 class StaticCallable:
-    """A non-pytree object, wrapped as a pytree without leaves. It is part of the program, and compared by identity."""
+    """A non-pytree object, wrapped as a pytree without leaves. The object is static, and compared with `==`."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -100,7 +100,7 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 class HostFunction:
     """`prefix_allowed_tokens_fn`, called on the host in every step for every unfinished row.
 
-    The function's number is an argument of the compiled program, so a new function does not trigger a recompilation.
+    The compiled program receives the function's number as an argument, so a new function causes no recompilation.
     """
 
     number: jax.Array | np.ndarray

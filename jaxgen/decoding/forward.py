@@ -1,4 +1,4 @@
-"""Run the model over the prompts, at once or in chunks, or over the newest tokens of each row."""
+"""Run the model over the prompts, in one pass or in chunks, and over the newest tokens of each row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis, where
 
-# A function from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]` to scores.
+# Computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
 
 
@@ -33,9 +33,9 @@ class ModelInputs:
     Attributes:
         mask: bool[streams * rows, T], True for tokens.
         ids: int32[streams * rows, T], or None.
-        inputs_embeds: `[streams * rows, T, D]` instead of ids, or None.
+        inputs_embeds: `[streams * rows, T, D]`, embeddings instead of ids, or None.
         position_ids: int32[streams * rows, T], or None to use each token's index in its row.
-        key_mask: bool[streams * rows, W], the tokens of the row that may be attended to, or None for all.
+        key_mask: bool[streams * rows, W], True for tokens of the row that may be attended to; None for all tokens.
         adapter: int32[streams * rows], the adapter of each row, or None without adapters.
     """
 
@@ -52,7 +52,7 @@ class ModelInputs:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns from `first` (int32[] or int32[rows]) on. Columns past the end are masked."""
+        """Return `size` columns, starting at `first` (int32[] or int32[rows]). Columns past the end are masked."""
         if first.ndim:
             column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
             within = column < self.mask.shape[1]
@@ -76,13 +76,13 @@ class Forward:
     """Result of one pass over T tokens per row.
 
     Attributes:
-        logits: float32[streams * rows, n, V], at all T positions or at the last one.
-        states: L + 1 arrays `[streams * rows, n, D]` at these positions, for the hook and `Needs.layer_states`;
-            otherwise empty.
+        logits: float32[streams * rows, n, V], at all T positions (n = T) or at each row's last token (n = 1).
+        states: the hidden states at the same positions, L + 1 arrays `[streams * rows, n, D]`, if there is a hook or
+            `Needs.layer_states` is True; otherwise empty.
         out: hidden states and attention weights at all T positions, if requested.
         cache: the cache, with the tokens added.
-        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions, for
-            `Needs.final_states`; otherwise None.
+        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions; None unless
+            `Needs.final_states` is True.
     """
 
     logits: jax.Array
@@ -95,14 +95,14 @@ class Forward:
 def run_prompts(
     run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
 ) -> tuple[Forward, Rows]:
-    """Run the prompts through the model, at once or in chunks, and return the logits at each row's last token.
+    """Run the prompts through the model, in one pass or in chunks; return the logits at each row's last token.
 
     Args:
         run: the constants.
         rows: the rows, which are returned with the hook's new state.
         tokens: the prompts, in all streams.
         cache: a cache of the preceding tokens, to which `tokens` are added.
-        cache_is_empty: True if there are no preceding tokens. On a CPU, keys after the last query can then be skipped.
+        cache_is_empty: True if there are no preceding tokens. On a CPU, attention then skips keys after the last query.
         following: the number of slots that generation will add, for the hook's attention mask.
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
@@ -147,10 +147,10 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
 def observe(
     run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, score: Score | None = None
 ) -> tuple[jax.Array, jax.Array, Rows]:
-    """Return the logits in a column, float32[rows, V], the scores to be processed, and the rows.
+    """Return a column's logits, float32[rows, V], its unprocessed scores, and the rows with the hook's new state.
 
-    The scores are the logits or the result of `score`, after guidance. The hook sees the column first and may change
-    its logits. The hook's state changes only in the rows where `live bool[rows]` is True.
+    The hook is called first and may change the logits. The scores are the logits or the result of `score`, after
+    guidance. The hook's state changes only in the rows where `live bool[rows]` is True.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
@@ -210,9 +210,9 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens at once, starting at slot `start`; return the logits in `column int32[rows]`, or in all columns.
+    """Run all tokens in one pass, from slot `start` on; return the logits in `column int32[rows]`, or in all columns.
 
-    Without `start`, the tokens of each row follow those in its cache.
+    Without `start`, each row's tokens are added after those in the cache.
     """
     if inputs.mask.shape[1] == 1:
         column = None

@@ -55,6 +55,6 @@ def _of_group(x: jax.Array, prompts: int, groups: int, group: int) -> jax.Array:
 
 
 def _join_groups(prompts: int, *parts: jax.Array) -> jax.Array:
-    """Undo `_of_group` for the parts of all groups."""
+    """Join the parts of all groups; the inverse of `_of_group`."""
     x = jnp.stack([x.reshape(prompts, -1, *x.shape[1:]) for x in parts], axis=1)
     return x.reshape(-1, *x.shape[3:])

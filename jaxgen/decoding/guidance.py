@@ -1,7 +1,7 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
-This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked,
-beginning with the rows that read the prompt (see `StepHook`). Only these rows are recorded and kept in the cache.
+This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked along
+the first axis, and the rows that read the prompt come first. Only these rows are recorded and returned in the cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
 
 
 def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
-    """Return a cache with the rows of `kv`, repeated for all prompts, then an empty row for each negative prompt."""
+    """Return a cache with the rows of `kv`, repeated for all prompts, and an empty row for each negative prompt."""
     return jax.tree.map(lambda x: pad_axis(x, 0, 2 * prompts), kv.expand(prompts // kv.rows))
 
 
@@ -79,7 +79,7 @@ def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> ja
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the indices of the cache rows, in all streams, for `rows int32[m]` out of `count` rows.
+    """Return the cache rows, in all streams, for the row indices `rows int32[m]`. Each stream has `count` rows.
 
     An index of `count` or more becomes an index past the end of the cache.
     """

@@ -19,7 +19,7 @@ class StepInputs:
         ids: int32[rows, T], the tokens; read-only, because the model reads `inputs_embeds` instead.
         inputs_embeds: `[rows, T, D]`, the embeddings of the tokens.
         position_ids: int32[rows, T], the positions of the tokens, for RoPE.
-        attention_mask: bool[rows, W], the tokens of the row that may be attended to, starting with its first token.
+        attention_mask: bool[rows, W], True for tokens that may be attended to. Column i is for token i of the row.
         real: bool[rows, T], False for padding, which follows the tokens of each prompt; read-only.
     """
 
@@ -51,10 +51,10 @@ class StepHook:
     """Base class of hooks, which `generate(..., hook=)` calls around each step.
 
     Hooks replace transformers' `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. Override
-    the methods that you need with pure functions. The state can be any pytree in which the first axis of every array is
-    the rows. The arrays are repeated and reordered like rows. The first step has one row per prompt, and later steps
-    have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With `slots`,
-    there are rows for a few prompts during prefill, for one sequence when it enters a slot, and then for all slots.
+    the methods that you need with pure functions. The state can be any pytree of arrays with one entry per row on the
+    first axis. These arrays are repeated and reordered along with the rows. The first step has one row per prompt, and
+    later steps have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With
+    `slots`, a call covers a few prompts during prefill, one sequence when it enters a slot, and all slots afterwards.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

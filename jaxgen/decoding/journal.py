@@ -14,7 +14,7 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.slots import Sequences
 
-NO_TOKEN = -1  # the token in an entry that only ends a sequence
+NO_TOKEN = -1  # the token in an entry that ends a sequence without adding a token
 
 
 @flax.struct.dataclass
@@ -49,7 +49,7 @@ class Journal:
         return dataclasses.replace(self, count=jnp.zeros((), jnp.int32))
 
     def has_space(self) -> jax.Array:
-        """Return True if there is space for the entries of one more step, bool[]."""
+        """Return bool[], True if there is space for the entries of one more step."""
         return self.count + self.rows <= self.entries.shape[0]
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Journal:
@@ -66,14 +66,14 @@ class Journal:
         if after.logprobs is not None:
             columns += _logprobs(after)
         told = (added | ended) & (sequences.number != NOBODY)
-        # Each dropped entry gets a different index, because the scatter promises unique indices.
+        # Rows without an entry get distinct indices past the end, because the scatter promises unique indices.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
         place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
         entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
-        """Return the journal unchanged, because it already contains the whole sequence."""
+        """Return the journal unchanged, because it already contains all tokens of these sequences."""
         return self
 
 

@@ -12,16 +12,16 @@ from jaxgen.shapes import short_repr
 
 @flax.struct.dataclass
 class LogProbs:
-    """Result of `score`, aligned with the ids. `GenerateOutput.generated` selects the generated columns.
+    """Result of `score`, aligned with the ids. To select only generated tokens, use `GenerateOutput.generated`.
 
     Attributes:
-        logprobs: float32[B, L], the log-probability of each token given the tokens before it; 0 for a row's first token
-            (which nothing predicts), for padding, and for columns before `prompt_width`.
+        logprobs: float32[B, L], the log-probability of each token given the tokens before it; 0 for tokens that are not
+            scored: a row's first token (which nothing predicts), padding, and columns before `prompt_width`.
         top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at each position, in
-            descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
+            descending order; 0 for tokens that are not scored. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
         is_greedy: bool[B, L], True if greedy search would choose the token: the most likely one or, in a tie, the one
-            with the lowest id. False where `logprobs` is 0 by definition. None in the output of `generate`.
+            with the lowest id. False for tokens that are not scored. None in the output of `generate`.
     """
 
     logprobs: jax.Array | None

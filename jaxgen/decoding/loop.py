@@ -1,7 +1,7 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-A mode consists of pure functions on a state of its own (`Mode`). A step may append any number of tokens to each row,
-reorder rows, or replace rows. No token runs through the model twice. Only contrastive search reads a row's last token.
+The functions of a `Mode` are pure, and operate on its own state. A step may append tokens to rows, reorder rows, or
+replace rows. No token runs through the model twice. Except in contrastive search, a row's last token is never read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxgen.shapes import repeat_rows, resize_axis
 
 
 class Mode(abc.ABC):
-    """Base class of decode modes. A mode determines how rows are extended, and is in a separate file.
+    """Base class of decode modes. A mode determines how rows are extended. Each mode has its own file.
 
     The state of a mode is a pytree with an attribute `finished`, bool[], True when no row needs another step.
 
@@ -42,7 +42,7 @@ class Mode(abc.ABC):
         drafts: the mode reads drafted tokens.
         replays: `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
         refills: rows can leave and be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
-        watched: the number of steps after which the host reads the tokens if there is a streamer or `max_time`.
+        watched: the number of steps between two reads of the tokens by the host, with a streamer or `max_time`.
         no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
@@ -62,7 +62,7 @@ class Mode(abc.ABC):
         return Needs(sequences=cfg.num_return_sequences)
 
     def start(self, run: Run, request: Request) -> Any:
-        """Return the state after the prompts have been read."""
+        """Return the initial state: by default, the state after the prompts have been read."""
         return self.begin(run, prefill(run, request))
 
     @abc.abstractmethod
@@ -153,7 +153,7 @@ class Decoded:
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
-        """Return the result of rows. `cache` contains each row's tokens, except its last token."""
+        """Return the result for `rows`. `cache` contains each row's tokens, except its last token."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
@@ -167,7 +167,7 @@ def decode(run: Run, request: Request, mode: Mode) -> Decoded:
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the prompts of the request. The parts that every process needs are replicated."""
+    """Return the result for the request's prompts. Every process can read all of it, except for the keys and values."""
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
@@ -279,7 +279,7 @@ def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return a cache with space for prompts of `shape` (rows, width)."""
+    """Return a cache with space for prompts of `shape` (rows, width), after the tokens of `given` if there are any."""
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)

@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Requirements of a decode mode with the options of a config. All of them are static.
+    """Requirements of a decode mode under a given config. All of them are static.
 
     Attributes:
         sequences: the number of rows in the loop per prompt.
-        candidates: the number of tokens per row and step that the model reads before one is chosen.
-        layer_states: the mode reads the hidden states of all layers at each row's last token.
-        final_states: the mode reads the last layer's normed hidden states of all tokens.
+        candidates: the number of candidate tokens that the model reads per row in each step.
+        layer_states: True if the mode reads the hidden states of all layers at each row's last token.
+        final_states: True if the mode reads the last layer's normed hidden states of all tokens.
     """
 
     sequences: int = 1

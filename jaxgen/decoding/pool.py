@@ -24,27 +24,27 @@ from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
 _TOKENS = 512  # maximum number of tokens to read between steps, over all prompts
-_CHUNK = 128  # the same for one prompt; `prefill_chunk_size` overrides it
+_CHUNK = 128  # maximum for one prompt; `prefill_chunk_size` overrides it
 
 
 @flax.struct.dataclass
 class Pool:
-    """R places for prompts. Each pass reads the next chunk of one or all prompts that have not been fully read.
+    """R places for prompts. Each pass reads the next chunk of one prompt or, on a mesh, of all prompts.
 
     The number of places and the size of a chunk depend only on the prompts' width, `slots`, `prefill_chunk_size` and
     the mesh. Other prompts therefore do not affect how a prompt is read.
 
     Attributes:
         number: int32[R], the number that identifies the prompt in each place; `NOBODY` in an empty place.
-        sequences: int32[R], the number of sequences per prompt.
+        sequences: int32[R], the number of sequences of each prompt.
         taken: int32[R], the number of these sequences that have entered the loop.
-        read: int32[streams * R], the number of the prompt's tokens that the model has read.
+        read: int32[streams * R], the number of tokens of each prompt that have been read or copied from the store.
         inputs: all tokens of the prompts.
         rows: one row per place, before any token is generated.
         logits: float32[streams * R, 1, V], at the last token of each prompt that has been fully read.
         states: the hidden states of all layers at the same token; see `Forward`.
         cache: a cache of the tokens read so far.
-        keep: int32[R, J], the places where chunks of each prompt are stored; see `Places`. None without a store.
+        keep: int32[R, J], `Places.keep` of each prompt; None without a store.
         store: the prefix store, with a row for each chunk; or None.
     """
 
@@ -94,16 +94,16 @@ class Pool:
         return dataclasses.replace(pool, keep=keep, store=store)
 
     def ready(self, run: Run) -> jax.Array:
-        """Return which places have a prompt that has been fully read, as bool[R]."""
+        """Return bool[R], True for places with a prompt that has been fully read."""
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
     def has_unread(self, run: Run) -> jax.Array:
-        """Return True if any prompt has not been fully read, bool[]."""
+        """Return bool[], True if a prompt in the pool has not been fully read."""
         return jnp.any((self.number != NOBODY) & ~self.ready(run))
 
     def can_load(self, queue: Queue) -> jax.Array:
-        """Return True if a place is empty and a prompt is waiting, bool[]."""
+        """Return bool[], True if a place is empty and a prompt is waiting."""
         return jnp.any(self.number == NOBODY) & (queue.waiting > 0)
 
     def load(self, run: Run, queue: Queue) -> tuple[Pool, Queue]:
@@ -186,7 +186,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at index `place`, int32[1]. The last sequence empties the place."""
+        """Take the next sequence of the prompt at index `place int32[1]`. Taking the last one empties the place."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
@@ -197,7 +197,7 @@ class Pool:
 
 
 def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the inputs and rows of the prompts at the indices `prompts int32[R]`, and their initial cache."""
+    """Return the model's inputs, the rows and the initial cache for the prompts at the indices `prompts int32[R]`."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
     if run.extensions.hook is not None:
@@ -212,5 +212,5 @@ def _width(request: Request) -> int:
 
 
 def chunk_size(cfg: GenerationConfig, width: int) -> int:
-    """Return the maximum number of tokens, including padding, that one pass reads from a prompt of `width` tokens."""
+    """Return the number of tokens in a chunk, for prompts padded to `width` tokens."""
     return min(cfg.prefill_chunk_size or _CHUNK, width)

@@ -1,8 +1,8 @@
 """A prefix store: the keys and values of whole chunks of prompts that the pool has read.
 
-The keys and values of a chunk depend only on its tokens and the tokens before it. Prompts that start with the same
-chunks can therefore copy them from the store, and the result is bit-identical to reading the chunks. The store is a
-cache with one row per chunk.
+The keys and values of a chunk depend only on its tokens and the tokens before it. A prompt that starts with stored
+chunks can therefore copy their keys and values, which are bit-identical to newly computed ones. The store is a cache
+with one row per chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxgen.decoding.request import Array
 from jaxgen.model.cache import KVCache
 from jaxgen.shapes import where
 
-NOWHERE = -1  # the place of a chunk that is not in the store
+NOWHERE = -1  # stands for "no place in the store"
 
 
 @flax.struct.dataclass
@@ -26,7 +26,7 @@ class Places:
 
     Attributes:
         have: int32[n, J], the places to copy chunks from; `NOWHERE` for chunks that the model must read.
-        keep: int32[n, J], the places to store chunks in once they have been read, or `NOWHERE`.
+        keep: int32[n, J], the places to store chunks in once they have been read; `NOWHERE` for other chunks.
     """
 
     have: Array
@@ -52,7 +52,7 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Store the chunk with index `chunk int32[R]` of each cache row in place `keep int32[R]`. Return the store."""
+    """Copy chunk `chunk int32[R]` of each cache row to place `keep int32[R]` of the store. Return the store."""
     # Each dropped chunk gets a different place, because the scatter promises unique indices.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 

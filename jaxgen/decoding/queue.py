@@ -12,7 +12,7 @@ from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.run import Run
 
-NOBODY = -1  # the number where there is no prompt
+NOBODY = -1  # stands for "no prompt"
 
 
 @flax.struct.dataclass
@@ -20,9 +20,9 @@ class Queue:
     """Ring of Q places. Waiting prompts occupy consecutive places starting at `first`, wrapping around to place 0.
 
     Attributes:
-        request: the prompts in all places, as a complete request.
-        number: int32[Q], the number that identifies each prompt's sequences; `NOBODY` for prompts to skip.
-        sequences: int32[Q], the number of sequences per prompt.
+        request: the prompts in all places, as a complete request (see `Request.complete`).
+        number: int32[Q], the number that identifies each prompt; `NOBODY` for prompts to skip.
+        sequences: int32[Q], the number of sequences of each prompt.
         first: int32[], the place of the next prompt.
         waiting: int32[], the number of waiting prompts.
         prefixes: the places of the prompts' first chunks in the prefix store; None without a store.

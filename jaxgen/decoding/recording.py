@@ -19,13 +19,13 @@ from jaxgen.shapes import put, short_repr
 class LayerRecording(RowState):
     """Values from the model's layers for the prompts' tokens and for each generated token that the model has read.
 
-    Axes over tokens use the columns of `GenerateOutput.sequences`, with zeros for padding.
+    Token axes have the same columns as `GenerateOutput.sequences`, with zeros for padding.
 
     Attributes:
         prefill: one array per layer: hidden states `[B, P, D]` or attention weights float32[B, A, P, P].
-        decode: one array per layer: `[N - 1, rows, D]` or float32[N - 1, rows, A, P + N]. The first step, which reads
-            the prompt, is not included. Steps not taken contain zeros. Inside the loop, the first two axes are
-            swapped: `[rows, N - 1, ...]`.
+        decode: one array per layer: `[N - 1, rows, D]` or float32[N - 1, rows, A, P + N]. There are N - 1 steps because
+            the first token is chosen after the prefill. Entries for steps not taken are zero. Inside the loop, the
+            first two axes are swapped: `[rows, N - 1, ...]`.
     """
 
     of_prompts = ("prefill",)
@@ -36,10 +36,10 @@ class LayerRecording(RowState):
     __repr__ = short_repr
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
-        """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
+        """Return the record of `new_tokens` new tokens after prompts of `width` columns, with steps on the first axis.
 
-        Columns added on the left by rounding up are removed. For attention weights, whose last axis is also columns,
-        `tokens` is the number of generated tokens to keep on that axis; otherwise, it is None.
+        Columns that pad the prompts to a bucket are removed. For attention weights, `tokens` is the number of generated
+        tokens to keep on the last axis; for hidden states, it is None.
         """
         bucket = self.prefill[0].shape[-2]
 
@@ -54,24 +54,24 @@ class LayerRecording(RowState):
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
-        """Record `layers [rows, ...]` in the step after `step int32[rows]` generated tokens, where `live` is True."""
+        """Record `layers [rows, ...]` for the newest of `step int32[rows]` generated tokens, where `live` is True."""
         decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the index of the prefilled token in each column of the prompt, int32[B, P]; -1 for padding.
+    """Return int32[B, P]: for each column of a prompt, the index of its token among the prefilled ones; -1 for padding.
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. If the mask has fewer tokens, the extra ones come first.
+        length: int32[B], the number of prefilled tokens. Those that the mask does not include come first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
 
 
 def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    """Arrange the tokens along an axis of `x [rows, ...]` in `columns int32[rows, P]`, with zeros for padding."""
+    """Take the entries at `columns int32[rows, P]` along an axis of `x [rows, ...]`; 0 where the index is negative."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = columns.shape
     columns = columns.reshape(shape)
@@ -85,8 +85,8 @@ class Recording(RowState):
     Attributes:
         scores: float32[rows, N, V], the scores from which each token was chosen; zeros for steps that were not taken.
         logits: float32[rows, N, V], the model's logits.
-        hidden_states: the hidden states of L + 1 layers, embeddings first.
-        attentions: the attention weights of L layers.
+        hidden_states: the embeddings, then the hidden states of the L layers.
+        attentions: the attention weights of the L layers.
         columns: int32[rows, P]; see `columns_of`.
     """
 
@@ -98,7 +98,7 @@ class Recording(RowState):
 
     @classmethod
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
-        """Allocate `capacity` steps for each prompt, and record the prefill `out`. For `columns`, see `columns_of`."""
+        """Allocate space for `capacity` steps, and record the prefill's output. For `columns`, see `columns_of`."""
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
@@ -129,9 +129,9 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values for the `step`-th token of each live row, found in `column` of the output.
+        """Record the layers' values in `column` of the output, for the `step`-th generated token of each live row.
 
-        `offset` is the number of slots in the cache's prefix. If it is 0, the generated tokens follow the prompt.
+        Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]

@@ -29,7 +29,7 @@ class Replay:
     Attributes:
         cfg: a config for greedy search or sampling, without guidance.
         extensions: processors and an automaton.
-        new_tokens: int32[] or one per prompt, the maximum number of new tokens in a row.
+        new_tokens: int32[] or int32[B], the maximum number of new tokens in a row.
         longest: int32[], the maximum number of tokens in a row, including its prompt.
     """
 

@@ -26,13 +26,13 @@ class Request:
         mask: bool[B, P], True for tokens.
         budget: int32[B], the maximum number of tokens to generate per prompt.
         options: values of the enabled options, either one for all prompts or `[B, ...]`; see `GenerationConfig.split`.
-        grammar: int32[] or int32[B], the first state of the token automaton; None without one.
-        stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
-        unusual: bool[B], True for prompts with options that are not in `Run.usual`; None without `Run.usual`.
-        logged: bool[B], True for prompts whose log-probabilities are recorded; None for all.
+        grammar: int32[] or int32[B], the initial state of the token automaton; None without an automaton.
+        stop_strings: int32[] or int32[B], the initial state of the stop strings' automaton; None without stop strings.
+        unusual: bool[B], True for prompts that need more than the options in `Run.usual`; None without `Run.usual`.
+        logged: bool[B], True for prompts whose log-probabilities are recorded; None if this is the same for all.
         key: a single key, `key[B]`, or None for greedy search.
-        cache: a cache of the tokens before the prompts, or None. The number of its rows is B or a divisor of B.
-        embeds: `[B, P, D]`, or None.
+        cache: a cache of the tokens before the prompts, or None. Its number of rows must divide B.
+        embeds: `[B, P, D]`, embeddings that replace the ids as the model's input, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.
     """
@@ -52,7 +52,7 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Return the prompts at `prompts int32[n]` of a complete request. All prompts must share the cache."""
+        """Return the prompts at the indices `prompts int32[n]` of a complete request whose cache all prompts share."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
-    """Return one key per prompt, `key[prompts]`: `fold_in(key, b)` for prompt b, or the per-prompt keys unchanged."""
+    """Return `key[prompts]`: `fold_in(key, b)` for prompt b, or `key` itself if it already has one key per prompt."""
     return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
 
 
 def sequence_keys(keys: jax.Array, copies: int) -> jax.Array:
-    """Return `key[rows * copies]`, where sequence r of each row uses `fold_in(row_key, r)`."""
+    """Return `key[rows * copies]`: `fold_in(row_key, r)` for sequence r of each row."""
     fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
     return fold(keys, jnp.arange(copies)).reshape(keys.shape[0] * copies)

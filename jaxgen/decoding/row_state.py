@@ -21,9 +21,9 @@ class RowState:
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
     def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
-        """Map the arrays of sequences. Without `of_prompts`, the arrays of prompts stay unchanged.
+        """Map the arrays of sequences with `of_sequences`, and those of prompts with `of_prompts` (default: no change).
 
-        The functions also receive the arrays of `others`, which have the same structure as `self`.
+        Both functions also receive the matching arrays of `others`, which have the same structure as `self`.
         """
         return _map((self, *others), of_sequences, of_prompts)
 

@@ -1,8 +1,8 @@
 """The state of rows: tokens, options, keys, grammar, stop strings, constraints, hook and records.
 
 Every part supports the same operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
-rows (reorder them, as beams do) and `insert` rows (replace a finished row with a new prompt). The first axis of every
-array is the rows, or the prompts where declared, so each operation is a single map; see `RowState`.
+rows (reorder them, as beams do) and `insert` rows (replace a finished row with a new prompt). Every array has one row
+per sequence or, if named in `of_prompts`, per prompt, so `fork`, `select` and `insert` are single maps (`RowState`).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Rows(RowState):
         reasons: int32[rows], the `StopReason` of each row.
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
-        stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
-        unusual: bool[rows], True for rows with options that are not in `Run.usual`; None without `Run.usual`.
-        logged: bool[rows], True for rows whose log-probabilities are recorded; None for all.
+        stop_strings: int32[rows], each row's state in the stop strings' automaton; None without stop strings.
+        unusual: bool[rows], True for rows that need more than the options in `Run.usual`; None without `Run.usual`.
+        logged: bool[rows], True for rows whose log-probabilities are recorded; None if this is the same for all.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream (two with guidance).
-        logprobs: `[rows, N, ...]`, log-probabilities of the generated and most likely tokens; None unless requested.
+        logprobs: `[rows, N, ...]`, of the chosen and of the most likely tokens in each step; None unless requested.
         recording: the per-step records of the output.
-        cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
-            known.
+        cache_ids: int32[B, W], the ids of all tokens before the generated ones, `UNKNOWN` for embeddings; None if the
+            ids in the cache are not known.
     """
 
     of_prompts = ("cache_ids",)
@@ -79,7 +79,7 @@ class Rows(RowState):
             request: the prompts, complete.
             known: each prompt's tokens with known ids, including tokens in the cache.
             cache_ids: int32[B, W]; see the attribute.
-            total: int32[B], the number of tokens of each prompt, including those without known ids.
+            total: int32[B], the number of tokens of each prompt, including cached tokens and tokens without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
         wrong = (request.ids < 0) | (request.ids >= run.model.vocab_size)
@@ -121,7 +121,7 @@ class Rows(RowState):
         return ~self.history.done
 
     def pad(self, run: Run) -> Rows:
-        """Add finished rows up to the number of prompts in the loop."""
+        """Append finished rows, so that there are as many rows as prompts in the loop."""
         rows = run.pad(self)
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
@@ -136,22 +136,22 @@ class Rows(RowState):
         return dataclasses.replace(self, keys=keys)
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
-        """Return the state with row `rows[i]`, int32[rows], in place of row i. Both rows must have the same prompt.
+        """Return the state with row `rows[i]` in place of row i. Both rows must have the same prompt.
 
-        The rows consist of `groups` equal parts, and each row is replaced by a row of the same part; see `shapes.take`.
+        `rows` is int32[count]. The rows form `groups` equal parts, and no row moves to another part; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
-        """Return the rows `rows int32[n]` and the arrays of their prompts. No two rows may have the same prompt."""
+        """Return the rows at the indices `rows int32[n]`. The state must have one row per prompt."""
         return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[source.count].
 
-        Indices of `count` or more are ignored; the others must be distinct. `source` must have the same structure
-        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced, in order, by all
-        sequences of a different prompt, because the state that they share is replaced too.
+        Indices of `count` or more are ignored; the others must be distinct. `source` must have the same form as the
+        state, apart from its number of rows. The sequences of a prompt share arrays, so they must all be replaced, in
+        order, by the sequences of one other prompt.
         """
         # Each dropped row gets a different index, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
@@ -210,7 +210,7 @@ class Rows(RowState):
             return rows.end(added, first_reason(**stops, **ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the new states of the grammar and the stop strings, and which rows end for each reason, bool[rows]."""
+        """Return the new states of the grammar and stop strings, and for each stop reason, the rows that it ends."""
         grammar, stop_strings = self.history.grammar, self.stop_strings
 
         def read() -> tuple[Any, Any, dict[str, Any]]:
@@ -220,7 +220,7 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # If the budget is used up and another token could follow, the row ends with the reason LENGTH.
+                # At least 1, so that with no budget left, a row that could continue ends with LENGTH, not COMPLETE.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:
@@ -235,7 +235,7 @@ class Rows(RowState):
         return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
-        """Set the `reason int32[rows]` of rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""
+        """Set the stop reason of the rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""
         reasons = jnp.where(mask, reason, self.reasons)
         history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
         return dataclasses.replace(self, history=history, reasons=reasons)
@@ -270,7 +270,7 @@ class Rows(RowState):
 
 
 def fork(tree: Tree, copies: int) -> Tree:
-    """Repeat each row of arrays `[rows, ...]` `copies` times."""
+    """Return a tree in which each row of the arrays `[rows, ...]` is repeated `copies` times."""
     return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
 
 

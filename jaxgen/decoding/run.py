@@ -28,7 +28,7 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: the number of slots for `Request.cache` and for prompts that do not share rows; 0 without a cache.
+        slots: the number of slots for cached tokens and for prompts that do not share cache rows; 0 without a cache.
         needs: the requirements of the decode mode.
     """
 
@@ -41,7 +41,7 @@ class Sizes:
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
     """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Otherwise, after padding for a mesh, the number of prompts might not be a multiple of the number of cache rows.
+    Sharing requires that the number of prompts is a multiple of `rows`. Padding for a mesh can break this.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 
@@ -52,11 +52,11 @@ class Run:
 
     Attributes:
         params: the model's parameters.
-        cfg: the model's config, and which options are on. Per-prompt values of options are in `Request.options` and
+        cfg: the model's config and the options. The values of per-prompt options are in `Request.options` and
             `Rows.options`.
         usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step in
-            which no row is unusual applies only these options. Rows without a grammar or stop strings are then in
-            state 0 of the automata.
+            which no row is unusual applies only these options. With `usual`, the state of the grammar or stop strings
+            is 0 in rows that have none.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
@@ -107,12 +107,12 @@ class Run:
 
     @property
     def pad_id(self) -> jax.Array:
-        """The id that fills a row after its end."""
+        """The id that pads a row after its last token."""
         return jnp.asarray(self.cfg.pad_token_id, jnp.int32)
 
     @property
     def prompts(self) -> int:
-        """The number of prompts in the loop, rounded up to a multiple of the mesh's axis `data`."""
+        """The number of prompts in the loop, rounded up to a multiple of the size of the mesh's axis `data`."""
         return rows_on(self.mesh, self.sizes.prompts)
 
     def of_prompts(self, prompts: int) -> Run:

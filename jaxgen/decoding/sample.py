@@ -70,9 +70,9 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of rows that are already sequences, each with its own slots for the prompt."""
+        """Choose the first token of rows that are already sequences, each with its own copy of the prompt's cache."""
         rows, read = prefilled.rows, prefilled.read
-        # With all slots in one array, a step needs fewer but larger matrix products.
+        # With the prompt and the answer in one array, a step needs fewer but larger matrix products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
@@ -117,7 +117,7 @@ def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
-    """Record the layers' values for the newest token of each live row, found in `column` of the model's output.
+    """Record the layers' values in `column` of the model's output, for the newest token of each live row.
 
     `offset` is the number of slots in the cache's prefix.
     """
@@ -158,15 +158,15 @@ def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
 
 
 def greedy(scores: jax.Array) -> jax.Array:
-    """Return the token with the highest score, int32[rows]; the lowest id in a tie."""
+    """Return each row's token with the highest score, int32[rows]. In a tie, the lowest id wins."""
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
-    """Draw a token from softmax(scores) in each row, int32[rows].
+    """Draw a token for each row from softmax(scores). Return int32[rows].
 
-    First, a block of tokens is drawn according to its probability, then a token of that block. The distribution is the
-    same, but random numbers are needed only for the blocks and the tokens of one block, not for the whole vocabulary.
+    First, a block of tokens is drawn according to its probability, then a token of that block. This does not change the
+    distribution, but needs random numbers only for the blocks and the tokens of one block, not for all tokens.
 
     Args:
         keys: key[rows].
@@ -187,9 +187,9 @@ def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
 def draw_distinct(
     keys: jax.Array, scores: jax.Array, most: int, count: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw entries of each search from softmax(scores) without replacement, like `torch.multinomial`.
+    """For each search, draw entries from softmax(scores) without replacement, like `torch.multinomial`.
 
-    The entries drawn are the largest ones after Gumbel noise has been added (arXiv 1903.06059).
+    Gumbel noise is added to the scores, and the entries with the largest sums are drawn (arXiv 1903.06059).
 
     Args:
         keys: key[S].
@@ -199,8 +199,8 @@ def draw_distinct(
         mesh: the mesh over which V is divided, or None.
 
     Returns:
-        The scores of the entries in the order drawn, float32[S, most], -inf after the last entry, and the indices of
-        the entries into k * V, int32[S, most].
+        Two arrays `[S, most]`, in the order drawn: the float32 scores of the entries, followed by -inf, and the int32
+        indices of the entries into k * V.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

@@ -39,8 +39,8 @@ class Sequences:
     """Identities of sequences.
 
     Attributes:
-        number: int32[n], the number that identifies the prompt; `NOBODY` for no sequence.
-        copy: int32[n], the index of the sequence among those of its prompt.
+        number: int32[n], the number that identifies the prompt; `NOBODY` if there is no sequence.
+        copy: int32[n], the index of the sequence within the prompt.
     """
 
     number: jax.Array
@@ -49,7 +49,7 @@ class Sequences:
 
 @flax.struct.dataclass
 class Answers(RowState):
-    """The results of all sequences, starting with prompt 0. Sequences that have not begun have empty results.
+    """The results of all sequences, in the order of the prompts. They are empty for sequences that have not begun.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.
@@ -118,7 +118,7 @@ class ContinuousState:
         results: the results of the sequences.
         queue: the waiting prompts.
         steps: int32[], the number of steps so far.
-        last: int32[], the number of steps after which the host reads the results.
+        last: int32[], the value of `steps` at which the host reads the results.
         finished: bool[], True when all sequences have ended.
     """
 
@@ -139,7 +139,7 @@ class ContinuousState:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Wrapper that lets rows leave and enter the mode it wraps. That mode must have `refills` set."""
+    """Wrapper that lets rows leave and enter another mode, which must have `refills` set."""
 
     mode: Any
     slots: int
@@ -155,7 +155,7 @@ class Continuous(Mode):
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
-        """Return a state with no results, all slots free, and space for `stored` chunks of prefixes."""
+        """Return a state with no results, all slots free, and a prefix store with space for `stored` chunks."""
         slots = rows_on(run.mesh, self.slots)
         pool = Pool.open(run, queue, slots, stored)
         nobody = jnp.full(slots, NOBODY, jnp.int32)
@@ -179,7 +179,7 @@ class Continuous(Mode):
         return self._advance(run, self._fill(run, self._read(run, state)))
 
     def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Read one chunk of each prompt in the pool if a slot is free and no prompt is ready."""
+        """If a slot is free and no prompt is ready, fill the pool, and read one chunk of each prompt in the pool."""
         pool, queue = state.pool, state.queue
         wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run))
 
@@ -218,7 +218,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled. Take at least one, so that no row waits for more than one chunk."""
+        """Take steps until a slot can be filled, but at least one: rows must not wait for two chunks to be read."""
         someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
-    If several reasons apply, the first wins. A failure to choose a token, however, takes precedence. NO_TOKEN,
-    NOT_A_NUMBER and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
-    the row ends without the token, and only its stop reason shows the failure.
+    If several reasons apply, the one listed first wins, except that NO_TOKEN and NOT_A_NUMBER take precedence. These
+    two and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit, the row
+    ends without another token, and only its stop reason shows the failure.
     """
 
     NONE = 0  # the row is not finished
@@ -42,7 +42,7 @@ FAILURES = {
 
 
 def first_reason(**conditions: jax.Array) -> jax.Array:
-    """Return the first reason whose condition is True, int32[rows]; NONE if none is. Each condition is bool[rows]."""
+    """Return each row's first reason whose condition (bool[rows]) is True, as int32[rows]; NONE if there is none."""
     reason = jnp.zeros((), jnp.int32)
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)
@@ -55,5 +55,5 @@ def failure(best: jax.Array) -> jax.Array:
 
 
 def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-    """Return whether each row's token is in `eos int32[rows, E]`, as bool[rows]. Entries of -1 match nothing."""
+    """Return bool[rows], True if the row's token is in `eos int32[rows, E]`. Entries of -1 match nothing."""
     return jnp.zeros(tokens.shape, bool) if eos is None else jnp.any(tokens[:, None] == eos, axis=-1)

@@ -15,7 +15,7 @@ from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 
 PROGRAM = "python -m jaxgen.evaluate"
-_MODEL = "jaxgen"  # the model type's name in the harness
+_MODEL = "jaxgen"  # the name of this model type in the harness
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -28,9 +28,9 @@ class JaxgenLM(TemplateLM):
     >>> lm = JaxgenLM(params, cfg, tok, name="Qwen2.5-0.5B")                                     # doctest: +SKIP
     >>> results = lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])                         # doctest: +SKIP
 
-    Log-likelihoods come from `score_many`, which reads a context once for all of its choices. Answers come from
-    `generate_many`, with the options and stop strings of each request. Texts are tokenized and truncated as in the
-    harness's `hf` model.
+    Log-likelihoods come from `score_many`, which reads a question's context only once for all of the choices. Answers
+    come from `generate_many`, with the options and stop strings of each request. Texts are tokenized and truncated as
+    in the harness's `hf` model.
 
     Args:
         params: the parameters.
@@ -38,10 +38,10 @@ class JaxgenLM(TemplateLM):
             requests, as in the harness's `hf` model. For example, a repetition penalty also applies to greedy answers.
         tokenizer: the model's tokenizer.
         name: identifies the model in reports and in the request cache.
-        max_length: the maximum number of tokens per request; by default the model's context.
+        max_length: the maximum number of tokens per request; by default the model's context length.
         max_gen_toks: the maximum number of tokens per answer if the task sets no limit.
         slots: the number of answers generated at a time.
-        batch_tokens: the number of tokens scored at a time, as in `score_many`.
+        batch_tokens: the approximate number of tokens in memory at a time, as in `score_many`.
         seed: the seed for requests that sample.
         batch_size, max_batch_size, device: accepted from the harness, but ignored.
     """
@@ -162,7 +162,7 @@ class JaxgenLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated for each context, cut where the first of the request's stop strings occurs."""
+        """Return each context's continuation, cut at the first occurrence of any of the request's stop strings."""
         if not requests:
             return []
         read = [self._read(*request.args) for request in requests]

@@ -25,7 +25,7 @@ from jaxgen.generation import extensions_of
 from jaxgen.request.checks import check_call
 
 _STEPS = 8  # default number of steps in a chunk; the host can change it
-# The input name of each field of a request; options keep their own names.
+# Maps the fields of a request to the names of the programs' inputs. Options keep their own names.
 _FIELDS = {"ids": "ids", "mask": "attention_mask", "budget": "max_new_tokens"}
 _NEWS = ("number", "sequences", "index", "own_key", "cancelled")
 
@@ -51,13 +51,13 @@ def export_engine(
     example of a host.
 
     Args:
-        params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the programs.
+        params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The programs take parameters as an argument.
         cfg: the options. As in `Engine`, they are the defaults for prompts.
         slots: the number of sequences decoded at a time. A chunk can add at most this many prompts.
         prompt_width: the maximum number of tokens in a prompt.
         platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
-        logits_processor, stopping_criteria, hook: as in `generate`; each applies to all prompts. They and their arrays
-            become part of the programs.
+        logits_processor, stopping_criteria, hook: as in `generate`; each applies to all prompts. These objects and
+            their arrays become part of the programs.
 
     Raises:
         InputError, ConfigError, TypeError: as in `Engine`, or if an option needs the host.

@@ -63,13 +63,13 @@ def export_generate(
     input; it is capped at the value in `cfg`, which sets the size of the arrays.
 
     Args:
-        params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the program.
+        params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The program takes parameters as an argument.
         cfg: the options. Options with one value per prompt here also have one value per prompt in the program.
         batch: the number of prompts. With None, it can differ between calls; jax compiles once for each number.
         prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
-        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They and their
-            arrays become part of the program.
+        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. These
+            objects and their arrays become part of the program.
 
     Raises:
         InputError, ConfigError, TypeError: as in `generate`, or if an option or argument needs the host.

@@ -141,7 +141,7 @@ def description(
 
 
 def _static(cfg: GenerationConfig, inputs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that are part of the program and differ from their defaults."""
+    """Yield the names and values of the options that are part of the program and differ from their defaults."""
     given = {name.partition(".")[0] for name in inputs}
     for name, option in OPTIONS.items():
         value = getattr(cfg, name)

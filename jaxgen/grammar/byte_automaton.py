@@ -1,8 +1,8 @@
-"""Compilation of expressions to tables over bytes, within size limits.
+"""Compilation of expressions to byte-level automata of limited size.
 
 An expression is compiled to a nondeterministic automaton over bytes (Thompson's construction) and then to a
-deterministic one (subset construction), whose equivalent states are merged. Sizes and work are counted while building,
-so a small expression with a huge automaton is rejected early, and the error names the responsible part.
+deterministic one (subset construction), whose equivalent states are merged. Limits are checked during construction, so
+a small expression with a huge automaton is rejected early. The error names the responsible part.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STATES = 2**15
 NFA_STATES = 2**16  # states of the nondeterministic automaton
 WORK = 2_000_000  # states and transitions visited while building
 HIGHEST = 400  # levels of nested expressions
-MANY = 16  # from this many repetitions on, messages name the repetition instead of one of its parts
+MANY = 16  # with at least this many repetitions, messages name the whole repetition, not a part of it
 MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond this, states are not merged
 
 
 class ByteAutomaton(NamedTuple):
     """Deterministic automaton in which every state is reachable and leads to an accepting state.
 
-    `table int32[S, 256]` contains the state after each byte, or -1 if there is none; `accepting` is bool[S].
+    `table int32[S, 256]` maps a state and a byte to the next state, or to -1 if there is none; `accepting` is bool[S].
     """
 
     table: np.ndarray
@@ -71,14 +71,14 @@ def restricted(
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first index of each distinct row and, for each row, the index of the distinct row that it equals."""
+    """Number the distinct rows in order of appearance; return the first index of each, and the number of every row."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
 
 
 def edges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct pairs of a state and a possible next state."""
+    """Return the distinct transitions of a table, as an array of source states and an array of target states."""
     source, column = np.nonzero(table >= 0)
     pairs = np.unique(source * len(table) + table[source, column])
     return pairs // len(table), pairs % len(table)
@@ -102,7 +102,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Return the name of the smallest part that is too large by itself or accounts for most of the size."""
+    """Follow the largest subexpressions; return the innermost name of a part with at least `NFA_STATES // 2` states."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -142,7 +142,7 @@ class _Nfa:
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that read an expression after `start`; return the last state. No move leads back to `start`."""
+        """Add states that match an expression from `start` on; return the last one. No move leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -176,7 +176,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item; after the first `low`, they are optional. If `high` is None, the last copy loops."""
+        """Add copies of the item; those after the first `low` are optional. If `high` is None, the last copy loops."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()
@@ -197,7 +197,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths through the members: one before the first member that is present, and one after that member."""
+        """Add two paths through the members: one until a member is present, and one (with separators) from then on."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -230,7 +230,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Follow the jumps from `begin`; return the index of the set of reached states that read a byte or accept."""
+        """Return the index in `sets` of the states that jumps reach from `begin` and that read a byte or accept."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)
@@ -270,10 +270,10 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
 
 
 def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Merge states that accept the same strings (Moore): split by acceptance, then by the states after the next byte.
+    """Merge states that accept the same strings (Moore's algorithm).
 
-    Classes of states are compared by sums of random numbers. If two sums ever collide, or if this takes too long,
-    nothing is merged.
+    States are split into classes by acceptance, then repeatedly by the classes of their next states, which are compared
+    by random hashes. If two hashes collide, or if merging takes too long, nothing is merged.
     """
     table, accepting, start = automaton
     columns, _ = distinct(np.ascontiguousarray(table.T))
@@ -286,7 +286,7 @@ def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
         if len(first) == parts:
             break
         parts = len(first)
-        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last one is for -1
+        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last one stands for -1 (no next state)
         sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
     else:
         return automaton

@@ -23,7 +23,7 @@ from jaxgen.grammar.keywords import (
 )
 
 MOST = 200_000  # limit on comparisons of two schemas, or of a value and a schema
-ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has just one schema
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # only an allOf of a single schema is supported
 
 
 class Overlaps:
@@ -44,12 +44,11 @@ class Overlaps:
         one, other = self.resolved(one), self.resolved(other)
         pair = id(one), id(other)
         if pair not in self.known:
-            self.known[pair] = False  # assumed while a recursive schema is compared with itself
+            self.known[pair] = False  # the answer if recursion leads back to this pair
             self.known[pair] = self._compare(one, other)
         return self.known[pair]
 
     def _count(self) -> None:
-        """Count a comparison; raise an error if there were too many."""
         self.compared += 1
         if self.compared > MOST:
             raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
@@ -161,7 +160,7 @@ def _below(high: int | None, low: int | None) -> bool:
 
 
 def _key(value: Any) -> str:
-    """Return a string that is the same for values that JSON schemas consider equal: 1 equals 1.0, but not true."""
+    """Return a string that is the same for values that are equal in JSON Schema: 1 equals 1.0, but not true."""
     return json.dumps(_rounded(value), sort_keys=True)
 
 

@@ -1,7 +1,7 @@
 """Regular expressions as trees. The same object may occur in several places of a tree.
 
-Expressions are compared by identity. `size` is the number of states in the nondeterministic automaton; `height` is the
-depth of nesting.
+Expressions are compared by identity. `size` is an upper bound on the number of states that an expression adds to the
+nondeterministic automaton; `height` is the depth of nesting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Expression:
     height: int
 
     def __post_init__(self):
-        # Computed here, because computing them later would need deep recursion for a deep tree.
+        # Both are computed bottom-up, because computing them on demand would need deep recursion for a deep tree.
         object.__setattr__(self, "size", self._count())
         object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
 

@@ -107,7 +107,7 @@ class _Converter:
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
         given = [name for name in schema if name not in ANNOTATIONS]
-        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # a nested $id changes references
+        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # a nested $id redefines references
             given.remove("$id")
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:

@@ -1,4 +1,4 @@
-"""Reading and validation of JSON schema keywords. Each function raises an `InputError` that names the schema."""
+"""Reading and validation of JSON schema keywords. Invalid keywords raise an `InputError` that names the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
     "discriminator".split()
 )
-# The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
+# The keywords that decide what a schema matches, in order of precedence, each with the keywords that may accompany it.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
 # The bounds of numbers, each with a function for the nearest integer that satisfies the bound.
 LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
@@ -30,7 +30,7 @@ OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # for numbers, the bounds are rejected by name
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds of the type number
     **dict.fromkeys(("boolean", "null"), ""),
 }
 
@@ -74,7 +74,7 @@ def inside(where: str, *names: str | int) -> str:
 
 
 def bare(name: str) -> str:
-    """Return a name for a message; only an empty name has quotation marks."""
+    """Return a name as shown in messages: without quotation marks, unless it is empty."""
     return shown(name)[1:-1] or "''"
 
 
@@ -100,7 +100,7 @@ def target(root: Any, name: Any, where: str) -> Any:
 
 
 def types(schema: dict[str, Any], where: str = "") -> list[str]:
-    """Return the names of a schema's types; the types object and array can be inferred."""
+    """Return the names of a schema's types; without `type`, infer object and array from other keywords."""
     if "type" not in schema:
         if "properties" in schema or "prefixItems" in schema:
             return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)

@@ -12,7 +12,7 @@ MOST_STEPS = 500_000  # limit on visited values; a nested part counts again for 
 
 
 class References:
-    """References between the parts of a schema, by the ids of these parts."""
+    """References between the parts of a schema. A part is identified by Python's `id`."""
 
     def __init__(self, root: Any):
         self.root = root

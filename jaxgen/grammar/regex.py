@@ -1,9 +1,9 @@
 r"""Parser for JavaScript's regular expressions (ECMA 262 with flag u), which JSON schemas also use.
 
-Patterns match whole strings, so anchors are only allowed where they change nothing. Several features are rejected by
-name: those that an automaton cannot represent (look-around, back-references), word boundaries, and syntax that Python,
-Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two features are borrowed from other languages:
-`(?P<name>...)`, and flags at the start, `(?i)` and `(?s)`.
+Patterns match whole strings, so anchors are only allowed where they change nothing. Several features are rejected with
+an error that names them: look-around and back-references (an automaton cannot represent them), word boundaries, and
+syntax that Python, Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two features are borrowed from other
+languages: the group `(?P<name>...)`, and the flags `(?i)` and `(?s)` at the start.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Reader:
         return self.characters(self.cased(ranges))
 
     def cased(self, ranges: Ranges) -> Ranges:
-        """Return the characters, in both cases if the flag i is set."""
+        """Return the characters and, if the flag i is set, their variants in the other case."""
         return _any_case(ranges) if "i" in self.flags else ranges
 
     def group(self, depth: int) -> Expression:
@@ -311,7 +311,7 @@ class _Reader:
         if isinstance(tree, Alternatives):
             return choice([self.unanchored(item, first, last) for item in tree.items])
         if isinstance(tree, Part | Repeat):
-            self.unanchored(tree.item, False, False)  # no anchor in a repetition is at the pattern's start or end
+            self.unanchored(tree.item, False, False)  # rejects anchors in a repetition
         return tree
 
 
@@ -330,7 +330,7 @@ def _cases() -> list[tuple[int, int]]:
 
 
 def _any_case(ranges: Ranges) -> Ranges:
-    """Return the characters in both cases."""
+    """Return the characters and their variants in the other case."""
     ends = [last for _, last in ranges] + [LAST + 1]
     starts = [first for first, _ in ranges] + [LAST + 1]
     others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]

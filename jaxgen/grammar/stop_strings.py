@@ -35,12 +35,12 @@ Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automata for sets of stop strings, with one state per row: HF's `StopStringCriteria` on bytes, as in release 5.
+    """Automata for sets of stop strings, with one state per row: `StopStringCriteria` of release 5, applied to bytes.
 
     A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
-    where it was found one token earlier. A string may begin in the prompt. A token's text is `Tokenizer.token_bytes`: a
-    SentencePiece token keeps its space even where `decode` drops it. The text of a special token is its name, so
-    "<|im_end|>" can be a stop string. Ids without a token have no text.
+    where it was found one token earlier. A string may begin in the prompt. A token's text comes from
+    `Tokenizer.token_bytes`: a SentencePiece token keeps its space even where `decode` drops it. The text of a special
+    token is its name, so "<|im_end|>" can be a stop string. Ids without a token have no text.
 
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.
@@ -62,14 +62,14 @@ class StopStrings:
 
     @classmethod
     def build(cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None) -> StopStrings:
-        """Build the tables for the stop strings of all prompts, or of each prompt.
+        """Build the tables for one set of stop strings that all prompts share, or for one set per prompt.
 
-        Prompts with the same strings share states. `vocab_size` is the model's, by default the tokenizer's; ids beyond
-        the tokenizer's have no text.
+        Prompts with the same strings share states. `vocab_size` is the size of the model's vocabulary, by default
+        that of the tokenizer; ids that the tokenizer lacks have no text.
 
         Raises:
             ConfigError: there are no strings, or one is empty.
-            InputError: no sequence of tokens produces one of the strings.
+            InputError: the tokenizer's tokens cannot form one of the strings.
             TypeError: `strings` is not a valid value for the option `stop_strings`.
         """
         given = Text().parse("stop_strings", strings)
@@ -101,7 +101,7 @@ class StopStrings:
         return cls(*arrays)  # pyright: ignore[reportArgumentType]
 
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the states int32[rows] after the prompts.
+        """Return each row's state, int32[rows], after it has read the prompt.
 
         Each row begins in its state `start int32[rows]` and reads `length int32[rows]` tokens of `ids int32[rows, W]`.
         """
@@ -116,7 +116,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states int32[rows] after one more token, and bool[rows], True if it completes a stop string."""
+        """Return the states after one more token, int32[rows], and bool[rows], True if the token ends a stop string."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +128,7 @@ class StopStrings:
         return lax.fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
 
     def _span(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the start and the number of bytes of each id."""
+        """Return where each id's bytes begin in `text`, and how many there are."""
         vocab = self.offsets.shape[0] - 1
         known = (ids >= 0) & (ids < vocab)
         start, end = (self.offsets[jnp.clip(ids, 0, vocab - 1) + shift] for shift in (0, 1))
@@ -184,7 +184,7 @@ _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[int | None, _Vocabulary
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
-    """Concatenate the bytes of all tokens, once per tokenizer and size."""
+    """Concatenate the bytes of all tokens; the result is cached for each tokenizer and size."""
     made = _VOCABULARIES.setdefault(tokenizer, {})
     if vocab_size not in made:
         tokens = tokenizer.token_bytes()
@@ -202,7 +202,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
 
 
 def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
-    """Return the bytes of a set of strings; `possible` contains all bytes that occur in tokens."""
+    """Encode a set of strings, without duplicates; `possible` contains all bytes that occur in tokens."""
     patterns = tuple(sorted({encoded("a string of stop_strings", string) for string in strings}))
     for pattern in patterns:
         if not all(byte in possible for byte in pattern):

@@ -32,27 +32,27 @@ LARGEST_TABLE = 2**25  # maximum number of transitions (128 MB), also while buil
 MOST_WORK = 2**28  # maximum number of transitions followed while building
 LONGEST_PREFIXES = 30_000  # maximum total length, in bytes
 COMPLETE = 0  # the state after a prefix
-_NEVER = 2**30  # the length of the shortest text if there is none
+_NEVER = 2**30  # the value of `shortest` if the text cannot be completed
 
 
 @flax.struct.dataclass
 class TokenAutomaton:
     """Table of the tokens that may follow in each state, and of the states that these tokens lead to.
 
-    In state -1, the text has left the grammar.
+    State -1 means that the text no longer matches the grammar.
 
     The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
     token with a leading space adds that space, even as the first token, although decoding only the new tokens drops it.
     A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise, only a token without
-    a space can come first. Special tokens and ids without a token are not text and are never allowed. Every state that
-    tokens lead to has a path to a complete text, so a row never reaches a dead end (except if an eos token is itself
+    a space can come first. Special tokens and ids without a token have no text, so a grammar never allows them. A text
+    can be completed from every reachable state, so a row never reaches a dead end (except if an eos token is itself
     part of the text).
 
     Attributes:
         classes: the class of each token.
         transitions: the state after each class of tokens; -1 if the class is not allowed, and in the padding.
         accepting: True if the text so far is complete.
-        shortest: the minimum number of tokens that complete the text.
+        shortest: the minimum number of tokens needed to complete the text.
         start: the initial state, or one for each prompt (`stack`).
     """
 
@@ -69,7 +69,7 @@ class TokenAutomaton:
         r"""Build the automaton for the texts that a regular expression matches from start to end.
 
         The syntax is JavaScript's (ECMA 262) without look-around and back-references; see docs/constrained.md for
-        details. `vocab_size` is the model's; tokenizer ids beyond it are left out.
+        details. `vocab_size` is the size of the model's vocabulary; tokenizer ids beyond it are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
@@ -125,8 +125,8 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton for texts that begin with a prefix, one prefix per prompt.
 
-        Tokens may spell the prefix in any way, and the last token may extend beyond the prefix. After that, every
-        token is allowed, including special tokens. `vocab_size` is the model's; tokenizer ids beyond it are left out.
+        Tokens may spell the prefix in any way, and the last token may extend beyond the prefix. After that, any
+        token is allowed, including special tokens. `vocab_size` is as in `from_regex`.
 
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
@@ -175,7 +175,7 @@ class TokenAutomaton:
     def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
         """Join automata with the same vocabulary into one table; the keys of `parts` are the automata's first states.
 
-        States between the automata lead nowhere. `start` comes from the first automaton. `capacity` is as in `stack`.
+        Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
         joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # each token's classes, combined
@@ -199,7 +199,7 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states, excluding padding; each of these is accepting or has a transition."""
+        """The number of states up to the last one that is accepting or has a transition; the others are padding."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
@@ -210,7 +210,7 @@ class TokenAutomaton:
         same program. The table's `start` is unchanged. Adding the same automaton again uses more states.
 
         Raises:
-            InputError: the vocabulary differs, or the capacity is too small.
+            InputError: the vocabularies differ, or the capacity is too small.
         """
         states, classes = self.transitions.shape
         joint = self.stack([self, automaton], capacity=(states, classes))
@@ -218,7 +218,7 @@ class TokenAutomaton:
         return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
 
     def begin(self, rows: int) -> jax.Array:
-        """Return the initial state of each row, int32[rows]; the start of a prompt is repeated for its rows."""
+        """Return each row's initial state, int32[rows]; a prompt's initial state is repeated for each of its rows."""
         prompts = self.start.size
         if rows % prompts:
             raise InputError(
@@ -233,8 +233,8 @@ class TokenAutomaton:
         only if the text is complete, regardless of the grammar. In state -1, nothing is allowed.
 
         `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is then
-        allowed only if the text can still be completed in time. If the number was too small from the start, `remaining`
-        has no effect.
+        allowed only if the text can still be completed in time. If the text cannot be completed in time at all,
+        `remaining` has no effect.
         """
         following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
@@ -244,9 +244,9 @@ class TokenAutomaton:
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-        """Return the states int32[rows] after appending one of `tokens int32[rows]` to each row.
+        """Return the states int32[rows] after appending `tokens int32[rows]`, one to each row.
 
-        A token that is not allowed leads to -1, which is final; an eos token leaves the state unchanged.
+        A token that is not allowed leads to state -1 for good; an eos token does not change the state.
         """
         following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
         stays = state < 0
@@ -281,7 +281,7 @@ class TokenAutomaton:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
-    """Return the bytes of the model's ids."""
+    """Return the bytes that each token id adds to the text; None for special tokens and ids without a token."""
     check_tokenizer(tokenizer)
     tokens = tokenizer.token_bytes()
     return tokens if vocab_size is None else tokens[:vocab_size] + [None] * (vocab_size - len(tokens))

@@ -57,9 +57,10 @@ class History:
         unknown: jax.Array | int = 0,
         options: Collection[str] = (),
     ) -> History:
-        """Start with the first `length int32[rows]` tokens of each row of `ids int32[rows, W]`.
+        """Create the history of rows that begin with the first `length int32[rows]` tokens of `ids int32[rows, W]`.
 
-        W has space for `budget` new tokens. State is created only for options on in `cfg` or named in `options`.
+        W must leave space for `budget` new tokens. `seen` and `prompt_seen` are created only if their option is on in
+        `cfg` or named in `options`.
         """
         seen = None
         needs_seen = cfg.on("repetition_penalty") or "repetition_penalty" in options

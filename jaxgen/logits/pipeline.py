@@ -24,7 +24,7 @@ from jaxgen.logits import processors, warpers
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions
 
-# A function from the rows' tokens and their scores float32[rows, V] to new scores.
+# A function from the rows' history and scores, float32[rows, V], to new scores.
 Processor = Callable[[History, jax.Array], jax.Array]
 
 
@@ -32,7 +32,7 @@ class Transform(Protocol):
     """All processors and warpers as one function."""
 
     def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        """Return the new scores float32[rows, V]. Warpers never remove the tokens `given int32[rows]`."""
+        """Return the new scores float32[rows, V]. Warpers never remove a row's token in `given int32[rows]`."""
         ...
 
 
@@ -68,7 +68,7 @@ def build_transform(
         processed = scores = _apply(steps, history, scores)
         if not draws or not (warping or renormalizing):
             return scores
-        # A warper could remove a token whose score is NaN like any other, and a traced temperature may be 0.
+        # A NaN score or a traced temperature of 0 makes the whole row NaN; without this, warpers could remove the NaN.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
         if cfg.on("temperature"):
             invalid |= ~(options.number("temperature") > 0)
@@ -89,7 +89,7 @@ def _apply(steps: Sequence[Processor], history: History, scores: jax.Array) -> j
 
 
 def _on(stage: str, cfg: GenerationConfig) -> list[str]:
-    """Return the enabled processors of a stage, in order."""
+    """Return the names of a stage's enabled options, in order."""
     return [option.name for option in of_stage(stage) if all(map(cfg.on, (option.name, *option.needs)))]
 
 

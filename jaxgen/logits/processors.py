@@ -35,7 +35,7 @@ def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> j
 
 
 def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Subtract the penalty from a token's score for each beam of an earlier group that chose it in this step.
+    """For each beam of an earlier group that chose a token in this step, subtract the penalty from the token's score.
 
     `HammingDiversityLogitsProcessor` (arXiv 1610.02424).
     """
@@ -134,7 +134,7 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 
 
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add `|score| * (factor ** over - 1)` to eos scores once a row has generated `over` tokens more than `start`.
+    """Add `|score| * (factor ** over - 1)` to eos scores in rows with `over` > 0 generated tokens beyond `start`.
 
     `ExponentialDecayLengthPenalty`, with a fix from later releases: only finite values are added, so a banned token
     stays banned.
@@ -176,7 +176,7 @@ def renormalize_logits(scores: jax.Array, history: History, options: RowOptions)
 
 
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return log-probabilities, moved away from the negative prompt's by `scale`; a scale of 1 changes nothing.
+    """Return log-probabilities, moved away from those of the negative prompt; a scale of 1 leaves them unchanged.
 
     `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalized. A token that is
     -inf in `cond` stays -inf; a token that is -inf only in `uncond` keeps its log-probability.
@@ -234,7 +234,7 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
 
 
 def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
-    """Ban each token that followed the row's last n - 1 tokens anywhere in its first `end int32[rows]` tokens."""
+    """Ban each token that follows the row's last n - 1 tokens anywhere in the row's first `end int32[rows]` tokens."""
     ids, last = history.ids, history.last(n - 1)
     starts = ids.shape[1] - n + 1
     if starts <= 0:

@@ -23,7 +23,7 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
-    """Repeat values to `rows` rows; each value is given once for all prompts or once per prompt."""
+    """Return values for `rows` rows; each option has one value for all prompts, or one value per prompt."""
     return {
         name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
         for name, value in values.items()
@@ -31,7 +31,7 @@ def repeat_values(values: OptionValues, rows: int) -> OptionValues:
 
 
 def _per_row(value, rows: int, rank: int) -> jax.Array:
-    """Repeat one value of rank `rank`, or one value per prompt, to `[rows, ...]`."""
+    """Repeat a value of rank `rank`, or one such value per prompt, to obtain `[rows, ...]`."""
     value = jnp.asarray(value)
     return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
 
@@ -63,7 +63,7 @@ class RowOptions:
         return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
 
     def at_least(self, rows: int) -> jax.Array:
-        """Return the minimum number of tokens that warpers keep so that every beam can continue, int32[rows, 1]."""
+        """Return how many tokens per row, int32[rows, 1], warpers must keep so that every beam can continue."""
         eos = self.table("eos_token_id")
         count = jnp.zeros(rows, jnp.int32) if eos is None else jnp.sum(eos >= 0, axis=-1, dtype=jnp.int32)
         return 1 + jnp.maximum(count, 1)[:, None]
@@ -82,7 +82,7 @@ class RowOptions:
         return begin
 
     def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens that forced_decoder_ids forces next, bool[rows, V], and the rows with any, bool[rows]."""
+        """Return masks of the tokens that forced_decoder_ids forces next, bool[rows, V], and their rows, bool[rows]."""
         forced = self.values["forced_decoder_ids"]
         here = forced[..., 0] == history.length[:, None]
         # If several entries have the same position, the last one wins, as in a dict.

@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution for sampling.
 
 Each function is named after its option. Scores are float32[rows, V]; a token that cannot be drawn has the score -inf.
-The value is `[rows, 1]`, one per row. `mesh` is the mesh that the scores are split across, or None on one device.
+`value` has the shape `[rows, 1]`. `mesh` is the mesh that the scores are split across, or None on one device.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _boundary(
     """Return the lowest score that top_p keeps, and how many of the tokens with that score are kept.
 
     The results are float32[rows, 1] and int32[rows, 1]. The least likely tokens are removed as long as their total
-    weight is at most `rest float32[rows, 1]`. The weight of the kept tokens cannot decide this: near p = 1, the
-    rounding error of that sum is too large, and the sum may never reach p.
+    weight is at most `rest float32[rows, 1]`. Summing the kept weights instead would be unreliable: near p = 1,
+    the sum's rounding error is too large, and the sum may never reach p.
     """
     bits = ordered_bits(scores)
 
@@ -135,13 +135,13 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
-    tokens are kept. Among the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
+    tokens are kept. Only an int `min_tokens_to_keep` above 1 breaks ties, by the lowest id. mass = 1 keeps all.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
-    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # the bits sort like the distances, because none is negative
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # sorts like the distances, which are never negative
 
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass

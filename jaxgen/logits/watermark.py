@@ -1,11 +1,11 @@
 """The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed subset of the vocabulary, and its detector.
 
-One integer hash of key, context and token decides whether a token is green. Marking therefore costs O(V), and the
-detector needs neither the model nor the vocabulary. The green lists differ from transformers', which come from torch's
-random generator and depend on the device. Only the library that marked a text can therefore detect the mark. jaxgen's
-lists are the same on every backend, and must not change in later releases.
+A token is green (belongs to this subset) if an integer hash of the key, the context and the token is small enough.
+Marking therefore costs O(V), and the detector needs neither the model nor the vocabulary. The green lists differ from
+transformers', which come from torch's random generator and depend on the device. A mark can therefore be detected only
+by the library that made it. jaxgen's lists are the same on every backend, and must not change in later releases.
 
-The key has 32 bits and the hash is not cryptographic: it separates keys, but does not prevent forgery.
+The key has 32 bits and the hash is not cryptographic: marks of different keys can be told apart, but can be forged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxgen.errors import InputError
 def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig) -> jax.Array:
     """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with jaxgen's own green lists.
 
-    "selfhash" tries every token of the vocabulary, whereas transformers tries only the 40 most likely tokens. This hash
-    does not need that shortcut. Every green token that sampling may draw is therefore marked, as in the paper.
+    With "selfhash", transformers tests only the 40 most likely tokens. jaxgen's hash is fast enough to test the entire
+    vocabulary. Every green token that sampling may draw therefore gets the bias, as in the paper.
 
     Args:
         scores: float32[rows, V].
@@ -41,7 +41,7 @@ def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig)
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Return True for tokens that are green after their contexts, for numpy and jax arrays alike.
+    """Return True where a token is green after its context. The arguments may be numpy or jax arrays.
 
     Args:
         context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last one, "selfhash" the last
@@ -56,7 +56,7 @@ def green(context, token, config: WatermarkingConfig):
     if config.seeding_scheme == "lefthash":
         seed = _hash(key, context[..., -1])
     else:
-        # The smallest hash of a pair decides, so most edits to other tokens in the window have no effect.
+        # The seed is the smallest hash in the window, so replacing one token of the context usually has no effect.
         least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
         seed = _hash(_hash(key, token), token)
         for back in range(1, config.context_width):
@@ -66,12 +66,12 @@ def green(context, token, config: WatermarkingConfig):
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, so neighboring inputs have unrelated hashes."""
+    """Hash a uint32 and an id to a uint32, so that neighboring inputs have unrelated hashes."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 
 def _mix(x):
-    """Map uint32 to uint32, one to one; each bit depends on all bits (lowbias32 by C. Wellons, public domain)."""
+    """Permute uint32 so that each output bit depends on all input bits (lowbias32 by C. Wellons, public domain)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
@@ -85,9 +85,9 @@ class WatermarkDetectorOutput:
         num_tokens_scored: int64, the number of tokens whose whole context is in the row.
         num_green_tokens: int64, the number of green tokens among the scored tokens.
         green_fraction: float64, the fraction of green tokens.
-        z_score: float64, the excess of green tokens over unmarked text, in standard deviations.
-        p_value: float64, the probability of such an excess in unmarked text: the tail of the normal distribution.
-            (4.41.1 omits the square root in its approximation.)
+        z_score: float64, the number of green tokens minus that expected in unmarked text, in standard deviations.
+        p_value: float64, the probability of at least this z-score in unmarked text, from the normal distribution.
+            (The approximation in transformers 4.41.1 lacks a square root.)
         prediction: bool, True if the z-score exceeds the threshold.
         confidence: float64, 1 - p_value.
     """
@@ -113,7 +113,7 @@ class WatermarkDetector:
         config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
         bos_token_id: a token that is skipped at the start of a row.
         ignore_repeated_ngrams: count each pair of context and token only once, so that repetition does not look like a
-            mark. (In 4.41.1 this has no effect.)
+            mark. (In transformers 4.41.1, this has no effect.)
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class WatermarkDetector:
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
-        """Test text, preferably without its prompt, which was not marked.
+        """Test each row for the mark. Leave out prompts if possible, because they were not marked.
 
         >>> ids, mask = out.generated((out.sequences, out.attention_mask))                    # doctest: +SKIP
         >>> detect(ids, mask).prediction                                                      # doctest: +SKIP
@@ -139,7 +139,7 @@ class WatermarkDetector:
         Args:
             ids: int[B, L].
             attention_mask: `[B, L]`, 0 for padding, which may be anywhere; by default, there is no padding.
-            z_threshold: the z-score above which a text is considered marked; about 0.13% of unmarked text exceeds 3.
+            z_threshold: the z-score above which a text is considered marked; about 0.13% of unmarked texts exceed 3.
 
         Raises:
             InputError: a row is too short to score, or the mask has a different shape.

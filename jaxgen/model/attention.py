@@ -1,8 +1,8 @@
 """Grouped-query attention over a cache of one or several parts.
 
-For short inputs, all scores are computed at once (on a CPU, later keys are skipped). Longer inputs are processed
-in blocks of queries and keys with a running softmax, so no array grows quadratically with the length. The shapes alone
-determine which form is used.
+For short inputs, all scores are computed at once; a CPU may compute them per block of queries, without the keys after
+the block. Longer inputs are processed in blocks of queries, of keys (with a running softmax) or both, so that no array
+grows quadratically with the length. The choice depends only on the platform and on static values, such as shapes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # Up to this many queries (a decode step), each key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
-_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # within one row and kv head
+_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # for one row and kv head at a time
 # On a CPU, up to this many queries and slots, it is faster to compute all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
-# The number of queries per block. All queries of a block read the keys up to the block's last query.
+# The number of queries per block in `_without_later_keys`, which reads the keys up to the block's last query.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -95,12 +95,12 @@ def attention(
         q: rotated queries; head a reads kv head a // (A/K).
         parts: the parts of the cache, in order.
         visible: the keys that each query may see.
-        dropout: applied to the weights during training.
-        with_weights: also return the weights. With weights or dropout, all scores are always computed at once.
+        dropout: applied to the attention weights during training.
+        with_weights: also return the attention weights. With weights or dropout, all scores are computed at once.
 
     Returns:
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None; S counts the slots
-        of all parts. A query that sees no key must be padding; its result is finite.
+        of all parts. A query may see no key only if it is padding; its result is then finite.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -177,7 +177,7 @@ def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.A
 
 
 def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from a few queries to thousands of slots at once; a loop of unknown length per layer would cost more."""
+    """Attend from a few queries to thousands of slots at once. A loop over smaller blocks would take longer."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, visible)[0]
     return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
@@ -196,7 +196,7 @@ def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) ->
 
 
 def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend within one row and kv head at a time, so that each product multiplies two plain matrices.
+    """Process one row and kv head at a time, so that each product multiplies two plain matrices.
 
     On a CPU, XLA computes such products several times faster than batched ones. Blocks past a row's end are skipped.
     """
@@ -256,7 +256,7 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # If no query sees a key, there may have been no block to process, and the total is 0.
+    # The total is 0 if no block was processed, because no query sees a key.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
@@ -273,7 +273,7 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
 
-    The scores must already be scaled. If the lowest number were scaled, it could be rounded in two different ways, and
+    The scores must already be scaled. If the lowest number were scaled, two uses could round it differently, and
     the exponential of the difference would overflow.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
@@ -297,10 +297,10 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
-    """Return `x [B, A, T, ...]` or `[B, K, G, T, ...]` times a part of n rows and K heads, as float32[B, K, G, T, ...].
+    """Multiply `x [B, A, T, ...]` (or `[B, K, G, T, ...]`) by `part [n, K, S, H]`; return float32[B, K, G, T, ...].
 
-    All queries that read the same kv head of the same prefix row become the rows of one product, ordered by head. If a
-    mesh divides the heads, the queries therefore stay on their devices.
+    All queries that read the same kv head of the same row of the part become the rows of one product. They are ordered
+    by head, so they stay on their devices if a mesh divides the heads.
     """
     owners, kv_heads = part.shape[:2]
     batch, steps, last = x.shape[0], *x.shape[-2:]

@@ -1,16 +1,16 @@
 """The preallocated key-value cache.
 
 A row's tokens are stored in order and without gaps, regardless of padding: slot i contains the row's i-th token. A row
-therefore attends to the same slots whether it runs alone or in a batch, and in any bucket. The filled slots of a cache
-always come first, and cropping only lowers `length`.
+therefore attends to the same slots whether it runs alone or in a batch, and in any bucket. The filled slots of a row
+always come first, so lowering `length` is enough to drop the row's last tokens.
 
-A cache can extend another cache, its `prefix`, which is read-only. Rows b*c to b*c + c - 1 share prefix row b. This is
-how sequences and beams share their prompt's keys and values, and how requests share a system prompt. Slots are numbered
-consecutively, starting with the prefix's.
+A cache can extend another cache, its `prefix`, which is read-only. If it has c times as many rows as the prefix, rows
+b*c to b*c + c - 1 share prefix row b. This is how sequences and beams share their prompt's keys and values, and how
+requests share a system prompt. Slot numbers start in the prefix and continue in the cache that extends it.
 
-The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
-then has `writers` slots, one per row, and a table records which of these slots each row reads. `select` changes only
-that table and never moves keys or values.
+The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. There are then
+`writers` slots for each token index, one per row, and a table, `owners`, says which of these slots each row reads.
+`select` then changes only the table and the lengths, and moves no keys or values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one pair of arrays `[B, K, S, H]` per layer.
 
-    16-bit keys and values are stored bit for bit as int16, which a compiled loop carries without copying (XLA's CPU
-    compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as floats.
+    16-bit keys and values are stored bit for bit as int16, because XLA's CPU compiler would convert a cache of 16-bit
+    floats to float32 and back at every step of a loop. `layer` returns them as floats.
 
     Attributes:
         keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: floats of `dtype`, the bits of 16-bit floats, or
@@ -47,7 +47,7 @@ class KVCache:
         values: stored like the keys, but not rotated.
         length: int32[B], the number of slots that each row has filled in this part, from the part's first slot on.
         prefix: the cache that this one extends, or None.
-        owners: int32[B, S], the writer of each of the row's tokens; None if each row has its own slots.
+        owners: int32[B, S], the writer of each token of a row, below `writers`; None if each row has its own slots.
         writers: the number of rows that share slots, static.
         dtype: the dtype of keys and values when read as floats; static.
     """
@@ -116,7 +116,7 @@ class KVCache:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The value of `cfg.cache_dtype` that is used to continue this cache: None, or the name of `SCALED`."""
+        """The `cfg.cache_dtype` that a call must have to continue this cache: None, or the name of `SCALED`."""
         return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
@@ -193,7 +193,7 @@ class KVCache:
 
         Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
         and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
-        share slots, no key or value is copied, and the result may have fewer rows: the same number for each prompt.
+        share slots, no key or value is copied, and `rows` may select fewer than B rows, equally many for each prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -206,7 +206,7 @@ class KVCache:
         """Return this cache with row `rows[i]` replaced by row i of `source`, for `rows int32[n]` and n source rows.
 
         Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; the others
-        must be distinct. A prefix must have a single row, and `source` must share it; the prefix does not change.
+        must be distinct. If there is a prefix, it must have a single row and be the prefix of `source` too.
 
         Raises:
             InputError: the shapes or dtypes of `source` do not match, the prefix has several rows, or rows share slots.
@@ -231,14 +231,14 @@ class KVCache:
     def expand(self, copies: int) -> KVCache:
         """Return a copy as a single part with each row repeated `copies` times, like `repeat_interleave`.
 
-        `generate` does not need this, because several prompts can share a cache row.
+        `generate` does not need this, because it accepts a cache with one row for several prompts.
         """
         if not isinstance(copies, int) or copies < 1:
             raise InputError(f"copies must be a whole number of at least 1, got {copies!r}")
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
     def take_rows(self, rows: int) -> KVCache:
-        """Return the first `rows` rows. A prefix is reduced proportionally."""
+        """Return the first `rows` rows, with only the prefix rows that they read."""
         if self.rows == rows:
             return self
         keep = jax.tree.map(lambda x: x[: x.shape[0] * rows // self.rows], dataclasses.replace(self, prefix=None))
@@ -250,7 +250,7 @@ class KVCache:
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
-        """Return the index of the token in each slot of this part, int32[B, S]; `EMPTY` marks an empty slot."""
+        """Return each slot's token index, int32[B, S] or [B, S*writers]; `EMPTY` if it has no token of the row."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         order = jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
         if self.owners is None:
@@ -259,10 +259,10 @@ class KVCache:
         return jnp.where(own, order[..., None], EMPTY).reshape(self.rows, -1)
 
     def places(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Prepare each row for writing to `slots int32[B, T]` of this part; slots past the end are dropped.
+        """Prepare a write to `slots int32[B, T]` of this part. The write will skip slots past the end.
 
         Returns:
-            The cache, in which each row owns its new tokens, and the slots' indices in `keys` and `values`.
+            The cache, with each row as the owner of its new tokens; and the indices in `keys` and `values` to write to.
         """
         if self.owners is None:
             return self, slots
@@ -272,7 +272,7 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Convert attention weights `[..., offset + S*writers]` to one per token, `[..., offset + S]`."""
+        """Convert one attention weight per slot, `[..., offset + S*writers]`, to one per token, `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)
@@ -317,7 +317,7 @@ def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
 
 
 def _append(merged: KVCache, part: KVCache) -> KVCache:
-    """Write the tokens of `part` to `merged`, after the tokens of its prefix."""
+    """Write the tokens of `part` to `merged`, after the tokens of the part's prefix."""
     rows, slots = merged.rows, merged.slots
     column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
     start = repeat_rows(part.prefix_length, rows)[:, None]

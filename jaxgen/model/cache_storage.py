@@ -59,9 +59,9 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. There is one
-    scatter per row and head. XLA performs each scatter in place inside a loop, whether or not the rows write to the
-    same slots, and locally on each device of a mesh.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. Each row and head
+    has its own scatter. XLA can therefore write in place inside a loop, even if rows write to different slots, and
+    locally on each device of a mesh.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

@@ -12,9 +12,9 @@ from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of,
 from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS = 10_000  # guards against damaged files, because each layer enlarges the program
+MOST_LAYERS = 10_000  # limits the program's size if a config.json is damaged
 
-# A field that affects results has no default, although transformers would assume one.
+# Most fields that affect results are required, although transformers has defaults for them.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
@@ -202,7 +202,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """The number of tokens that the model was trained for, extended by RoPE scaling if there is any."""
+        """The maximum number of tokens that the model supports, including any extension by RoPE scaling."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
         stretched = min(original * (self.rope.factor or 1), 2**31 - 1)
         return max(self.max_position_embeddings, int(stretched))
@@ -212,10 +212,10 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Values that affect results have no defaults, except for the biases and the head size, which are checked
-        against the tensors on loading. Sliding windows work as in transformers 5: a token sees at most
+        `dtype`. Most values that affect results are required. The biases and the head size are not, because they are
+        checked against the tensors on loading. Sliding windows work as in transformers 5: a token sees at most
         `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
-        `use_sliding_window` is true, in layers from `max_window_layers` on (in every layer in 4.41.1).
+        `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects (all in 4.41.1).
 
         Raises:
             ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.
@@ -242,7 +242,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json for transformers after 4.41.1, and for 4.41.1 too if that release has the architecture.
+        """Return a config.json that transformers 4.41.1 (if it has the architecture) and later releases can read.
 
         Raises:
             ConfigError: a config.json of this `model_type` cannot express the fields.
@@ -333,7 +333,7 @@ def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any])
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the key that describes RoPE, and its content under the newer names, without nulls."""
+    """Return the name of the entry for RoPE, and its content with the newer key names and without nulls."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from jaxgen.errors import shown
 
 REQUIRED: Any = object()
 _LARGEST_WHOLE = 2**31 - 1  # positions and ids are int32
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that are normal in float32
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # numbers in this range are normal in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Field:
         wanted: the valid values, in words that complete "must be ...".
         fits: returns True if a value (never null) is valid.
         default: the value for a missing or null key; with `REQUIRED`, such a key is an error.
-        read: returns the normal form of a valid value.
+        read: converts a valid value, such as an int to a float.
     """
 
     wanted: str
@@ -50,7 +50,7 @@ def fraction(default: Any = REQUIRED) -> Field:
 
 
 def flag(default: Any = REQUIRED) -> Field:
-    """Return a field for true or false in JSON."""
+    """Return a field for a boolean."""
     return Field("true or false", lambda value: type(value) is bool, default)
 
 
@@ -89,4 +89,4 @@ def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
-    return type(value) in (int, float) and least <= value <= most  # exact, even for an int too large for a float
+    return type(value) in (int, float) and least <= value <= most  # Python compares ints and floats exactly

@@ -1,4 +1,4 @@
-"""Information that layers and their weights need about one pass."""
+"""`Context`: information about one pass through the model, for the weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax
 
 @flax.struct.dataclass
 class Context:
-    """Information that every weight receives about one pass.
+    """Information about one pass through the model, handed to every weight's `product`.
 
     Attributes:
-        divided: whether the weights are split across a mesh, which some forms of a product do not support; None if
-            unknown; static.
-        adapter: int32[B], the adapter of each row, -1 for none; None if no row has an adapter.
+        divided: whether the weights are split across a mesh, which rules out some ways to compute a product; None
+            if unknown; static.
+        adapter: int32[B], the index of each row's adapter, -1 for none; None if no row has an adapter.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)

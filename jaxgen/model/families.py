@@ -1,6 +1,6 @@
 """Model families: one record per architecture, with its differences from the shared decoder.
 
-A new config.json key also needs an entry in `_FIELDS` and a field of `ModelConfig`, both in config.py.
+To support a new config.json key, add an entry to `_FIELDS` and a field to `ModelConfig`, both in config.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WindowRule:
         keys: the config.json keys that the rule reads.
         read: maps a config to each layer's window in tokens, or None. The config's values already have the right types.
             Raises `ConfigError` if values are missing or contradict each other.
-        write: the inverse of `read`. It maps the rest of a config and the windows to the entries that describe the
-            windows.
+        write: the inverse of `read`. It maps a config without `keys`, and the windows, to the entries that
+            describe the windows.
     """
 
     keys: tuple[str, ...]
@@ -42,7 +42,7 @@ class Family:
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the feed-forward layer has biases.
-        qk_norm: whether queries and keys pass through an RMSNorm over the head size before RoPE.
+        qk_norm: whether each head's queries and keys pass through an RMSNorm before RoPE.
         required: config.json keys that this family requires and others do not.
     """
 
@@ -110,7 +110,7 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# No windows. Checkpoints converted from a different family may still have these keys, switched off.
+# No windows. Checkpoints converted from another family may still have these keys, but only with windows switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
 # Windows if `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)

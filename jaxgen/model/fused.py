@@ -19,19 +19,19 @@ from jaxgen.model.weights import Quantized
 
 
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
-    """Fuse projections into fewer, larger matrices. The result can be used everywhere, but only on one device.
+    """Fuse projections into fewer, larger matrices, for inference on a single device.
 
     >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
 
     `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. Weights with
     several adapters are fused if all parts have updates of the same rank; other weights with low-rank updates are left
-    unchanged. On a GPU, a step with few rows spends much of its time launching kernels; each layer then launches two
-    kernels fewer. `save_hf` writes the original matrices.
+    unchanged. On a GPU, a step with few rows spends much of its time launching kernels, and fusing saves two kernels
+    per layer. `save_hf` writes the original matrices.
 
     Args:
         params: nested as `load_hf` returns them, quantized or not.
-        donate: delete the original arrays once they are fused, so that only one layer needs extra memory.
+        donate: delete the original arrays as they are fused, so that the weights are not in memory twice.
 
     Raises:
         InputError: the parameters are split across a mesh.
@@ -107,7 +107,7 @@ def _has_fused(node: Any) -> bool:
 
 
 def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return a model's parameter shapes by dotted name. Projections are fused if `names` contain their fused name."""
+    """Return a model's parameter shapes by dotted name, with projections fused if their fused name is in `names`."""
     shapes = dict(param_shapes(model))
     for name in names:
         path = name.split(".")

@@ -30,9 +30,9 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Accelerators, and a CPU for one or two rows, convert the values as the product reads them; this is exact. With a
-    few more 16-bit rows on a CPU, the conversion would cost more than the product, so the rows are converted instead.
-    Each row becomes one scale and, per channel, two 8-bit numbers: 15 bits, which is more precise than bfloat16.
+    Usually, a product converts the values to the dtype of the rows, which is exact. For 3 to 8 rows of 16-bit floats on
+    a CPU, this would take longer than the product itself, so the rows are converted to 8 bits instead. Each row becomes
+    one scale and, per channel, a pair of 8-bit numbers. A pair has 15 bits and is more precise than bfloat16.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
@@ -50,7 +50,7 @@ class Int8:
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Int8:
-        """Round to the nearest values; the largest absolute value of each row becomes `LARGEST`."""
+        """Quantize a matrix by rounding; the largest absolute value of each row becomes `LARGEST`."""
         scales = np.abs(matrix).max(axis=1) / np.float32(LARGEST)
         if not np.isfinite(scales).all():
             raise InputError("is not finite, so 8-bit numbers cannot represent it: do not quantize")
@@ -77,7 +77,7 @@ class Int8:
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` as `[B, T, D]`; an id outside [0, F) gives NaN."""
+        """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
         scales = jnp.where((ids >= 0) & (ids < self.shape[0]), self.scales[ids], jnp.nan)
         return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
@@ -100,7 +100,7 @@ def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
 
 
 def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
-    """Differentiate with respect to the rows, in the rows' dtype; integers have no gradient."""
+    """Differentiate with respect to the rows, in the rows' dtype; the integer `values` have no gradient."""
     values, like = operands
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, Context(divided))
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
@@ -114,7 +114,7 @@ def _converted(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.
 
 
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
-    """Multiply 8-bit numbers, after splitting each scaled row into whole numbers and multiples of 1/254.
+    """Multiply in 8 bits. Each number of a scaled row is split into an integer and a multiple of 1/254.
 
     With `values_first`, `values` is the left operand.
     """

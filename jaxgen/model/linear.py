@@ -16,9 +16,9 @@ from jaxgen.model.weights import Weight
 def linear(
     x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = NO_CONTEXT
 ) -> jax.Array:
-    """Return `x Wᵀ + b` as `[..., F]` in x's dtype, for `x [..., D]` and, as in torch, `weight [F, D]`.
+    """Map `x [..., D]` to `x Wᵀ + b`, `[..., F]` in x's dtype. The shape of `weight` is [F, D], as in torch.
 
-    Products are accumulated in float32. As in torch, float32 operands are never rounded to a shorter format, regardless
+    Products are accumulated in float32. As in torch, float32 operands are never rounded to lower precision, regardless
     of `jax_default_matmul_precision`.
     """
     out = product(x.reshape(-1, x.shape[-1]), weight, context)
@@ -35,7 +35,7 @@ def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_C
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
-    """Return the rows `ids int32[B, T]` of `table [V, D]` as `[B, T, D]`; an id outside [0, V) gives NaN."""
+    """Return the rows of `table [V, D]` at `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, V) gives NaN."""
     if isinstance(table, Weight):
         return table.look_up(ids)
     ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap around
@@ -51,7 +51,7 @@ def precision(dtype) -> lax.Precision | None:
 def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
     """Multiply using the platform's implementation; gradients are products in the operands' dtype, as in torch.
 
-    In jax's default gradient, one factor is float32, like the result, so the other factor is converted to float32.
+    jax's default gradient would convert the 16-bit factor to float32, the dtype of the result's gradient.
     """
     return workarounds.product(_plain, rows, weight, divided)
 

@@ -64,7 +64,7 @@ class LowRank(_Updated):
         return product(rows, self.weight, context) + product(narrow, self.b, context)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` as `[B, T, D]`."""
+        """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`."""
         narrow = look_up(ids, self.b)
         update = product(narrow.reshape(-1, narrow.shape[-1]), self.a.T)
         rows = look_up(ids, self.weight)
@@ -75,7 +75,7 @@ class LowRank(_Updated):
 class Adapters(_Updated):
     """A matrix with several low-rank updates. `Context.adapter` selects one update, or none, for each row of a batch.
 
-    Rows are multiplied by the A factors of all updates at once, so each factor is read once and never copied per row.
+    One product multiplies all rows by the `a` of all updates, so `a` is read only once and never copied per row.
 
     Attributes:
         weight: `[F, D]`.
@@ -112,7 +112,7 @@ class Adapters(_Updated):
         return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Return each of `rows [n, D]` times its own transposed matrix, as float32[n, F]."""
+        """Multiply each of `rows [n, D]` by the transposed matrix with the row's own update; return float32[n, F]."""
         out = product(rows, self.weight, context)
         if context.adapter is None:
             return out
@@ -123,7 +123,7 @@ class Adapters(_Updated):
         return workarounds.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
 
     def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Add `narrow [rows, n, p, r]` times all updates to `out`; updates that a row does not use contribute zeros."""
+        """Add `narrow [rows, n, p, r]` times `b` to `out`; updates that a row does not use contribute zeros."""
         is_own = chosen[:, None] == jnp.arange(self.a.shape[0], dtype=jnp.int32)[None, :]
         narrow = jnp.where(is_own[:, :, None, None], narrow, 0.0).astype(self.b.dtype)
         starts = (0, *self.ends[:-1])
@@ -134,12 +134,12 @@ class Adapters(_Updated):
         return out + jnp.concatenate(updates, axis=1)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` of `weight`, ignoring the updates, as `[B, T, D]`."""
+        """Return the rows of `weight` with the indices `ids int32[B, T]`, without the updates, as `[B, T, D]`."""
         return look_up(ids, self.weight)
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Return `left [rows, n, r]` times `right [n, r, F]`, as float32[rows, F]."""
+    """Contract `left [rows, n, r]` and `right [n, r, F]` over n and r; return float32[rows, F]."""
     axes = (((1, 2), (0, 1)), ((), ()))
     return lax.dot_general(left, right, axes, precision=precision(right.dtype), preferred_element_type=jnp.float32)
 

@@ -92,7 +92,7 @@ def prepare(
     """Check a call, and return the inputs of the loop.
 
     In an eager call, the prompt width and the number of new tokens are rounded up, so that a few programs serve all
-    calls. The program first removes the resulting padding on the left. Under the caller's jit, sizes are unchanged.
+    calls. Prompts are padded on the left; the program left-aligns them. Under the caller's jit, sizes are unchanged.
 
     Raises:
         InputError, ConfigError, TypeError: the call is not valid.
@@ -141,7 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Return the run without its per-prompt option values, and the removed values; see `Request.options`.
+    """Remove the values of per-prompt options from the run. Return the run and the values; see `Request.options`.
 
     All values become arrays.
     """
@@ -184,12 +184,12 @@ def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
 
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
-    """Return the number of tokens before each prompt, int32[B]."""
+    """Return the number of cached tokens before each prompt, as int32[B]."""
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
 def _widened(x: Array) -> Array:
-    """Pad `[B, P, ...]` with columns on the left, up to the next bucket."""
+    """Pad `x [B, P, ...]` on the left, up to the next bucket."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
     return np.pad(x, padding)
@@ -198,7 +198,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of slots for the cache's tokens and, if prompts do not share rows, for the prompts' tokens."""
+    """Return the number of cache slots for cached tokens and, if each prompt has its own cache row, for its tokens."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -219,8 +219,8 @@ def _budget(
     Args:
         cfg: the config.
         mask: bool[B, P], True for the prompts' tokens.
-        cached: int32[B], the number of tokens before each prompt, or None.
-        room: an upper bound on a row's length before generation; under jit, the tightest bound that is known.
+        cached: int32[B], the number of cached tokens before each prompt; None without a cache.
+        room: an upper bound, known even under jit, on a row's length before generation.
         extensions: the caller's extensions. The shortest string that an automaton accepts must fit within the budget.
         eager: False under the caller's jit.
     """
@@ -254,7 +254,7 @@ def _budget(
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return the number of tokens that `max_length` leaves. Arrays have this size if `max_new_tokens` is traced."""
+    """Return the number of new tokens that `max_length` allows. Arrays have this size if `max_new_tokens` is traced."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
             "max_new_tokens is traced under jit and cannot size arrays: set max_length to the maximum number of "

@@ -21,8 +21,8 @@ class ChoiceScores:
 
     Attributes:
         logprobs: float32[n], the log-probability of each answer.
-        per_token: float32[n], `logprobs` divided by the number of tokens in each answer.
-        per_byte: float32[n], `logprobs` divided by the number of UTF-8 bytes; comparable across tokenizers.
+        per_token: float32[n], `logprobs` divided by each answer's number of tokens.
+        per_byte: float32[n], `logprobs` divided by each answer's number of UTF-8 bytes; comparable across tokenizers.
     """
 
     logprobs: np.ndarray
@@ -38,8 +38,9 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer directly follows the question, without a space or a chat template in between. Its tokens begin
-    where the tokenized whole first differs from the tokenized question, so the first of them may span both.
+    Each answer directly follows the question, without a space or a chat template in between. An answer's
+    tokens start where encoding the question and answer together first differs from encoding the question alone. The
+    first of these tokens may therefore contain the end of the question.
 
     Args:
         params: the parameters.

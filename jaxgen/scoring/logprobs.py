@@ -41,11 +41,11 @@ def logprobs(
         replay: recomputes the scores from which the tokens were chosen; None to use the model's own distribution.
         context: the context of the pass.
         model: the model's config.
-        start: 0, or the width of the prompts.
+        start: the first column to score: 0, or the width of the prompts.
         top: the number of most likely tokens to return, n.
-        chunk: the number of columns for which the logits of all rows are in memory at once.
+        chunk: the number of columns whose logits are in memory at a time.
     """
-    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN in its embedding would spread
+    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN in that id's embedding would spread
     states, _ = hidden(model, params, ids, attention_mask=mask, context=context)
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
@@ -77,13 +77,13 @@ def continuation_logprobs(
         mask: bool[B*R, C], False for padding, which is on the right.
         context: the context of the pass.
         model: the model's config.
-        chunk: the number of columns for which the logits of all rows are in memory at once.
+        chunk: the number of columns whose logits are in memory at a time.
     """
     (rows, width), (owners, columns) = ids.shape, contexts.shape
     contexts, ids = jnp.where(context_mask, contexts, 0), jnp.where(mask, ids, 0)
     cache = KVCache.create(model, owners, columns)
     read = functools.partial(hidden, model, params, context=context)
-    # With a known position, the scores of later keys are not computed on a CPU.
+    # Because `cache_position` is static, attention on a CPU skips the keys that come after the queries.
     states, cache = read(contexts, attention_mask=context_mask, cache=cache, cache_position=0)
     states = repeat_rows(states[:, -1:], rows)
     if width > 1:  # the last token predicts nothing, so the model need not read it
@@ -125,7 +125,7 @@ def _first_largest(logits: jax.Array) -> jax.Array:
 
 
 def _column_before(mask: jax.Array) -> jax.Array:
-    """Return the column of the last token before each column of `mask bool[B, L]`, int32[B, L]; -1 if there is none."""
+    """For each column of `mask bool[B, L]`, return the column of the last token before it, or -1, as int32[B, L]."""
     column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 

@@ -53,7 +53,7 @@ class _Group:
     """Continuations of one context, by request number.
 
     Attributes:
-        copies: the number of rows for continuations.
+        copies: the number of rows, which is the number of continuations rounded up to a power of two.
         widths: the numbers of columns for the context and for the longest continuation.
     """
 
@@ -70,12 +70,12 @@ class _Group:
 
 
 def _width(size: int) -> int:
-    """Return the number of columns for a continuation. Its last token is not read, so a single token needs no pass."""
+    """Return a continuation's number of columns: a bucket for the tokens that the model reads, plus the last token."""
     return 1 if size == 1 else 1 + _columns(size - 1)
 
 
 def _columns(size: int) -> int:
-    """Round up to a power of two. Above 256, use four steps per power, because text windows have equal lengths."""
+    """Round up to a power of two, or in finer steps above 256: text windows are equally long and need few programs."""
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 
@@ -88,7 +88,7 @@ def score_many(
     *,
     batch_tokens: int | None = None,
 ) -> list[TokenScores]:
-    """Score any number of continuations of contexts, in batches of similar lengths.
+    """Score continuations, each given its context, in batches of similar lengths.
 
     >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
     >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP
@@ -132,7 +132,7 @@ def score_many(
 def _groups(
     requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig, batch_tokens: int
 ) -> Iterator[_Group]:
-    """Group requests by context and similar length of continuation, with at most `batch_tokens` tokens per group."""
+    """Group requests with equal contexts and similar lengths; `batch_tokens` limits a group's continuation tokens."""
     of_context: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
     for number, request in enumerate(requests):
         if not isinstance(request, tuple | list) or len(request) != 2:

@@ -67,9 +67,9 @@ def score(
             scored token; tokens banned by a processor or a grammar get -inf.
         prompt_width: the number of columns on the left that are not scored. With `of="scores"`, these columns are the
             prompts, and the columns after them are the generated tokens, up to the end of each row. The budget, which
-            affects `forced_eos_token_id` and automata, is `max_new_tokens` or else what `max_length` leaves. If
-            neither is set, it is the number of generated columns.
-        logits_processor, prefix_allowed_tokens_fn: functions and a `TokenAutomaton`, for `of="scores"`.
+            affects `forced_eos_token_id` and automata, follows from `max_new_tokens` or `max_length`, as in `generate`.
+            If neither is set, it is the number of generated columns.
+        logits_processor, prefix_allowed_tokens_fn: a list of processors and a `TokenAutomaton`, only for `of="scores"`.
         top_logprobs: the number of most likely tokens to return for each position, n.
         chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
 
@@ -95,7 +95,7 @@ def score(
 
 
 def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: int, chunk, traced: bool) -> LogProbs:
-    """Run a checked call of `score`, with sizes rounded up if the call is eager."""
+    """Compute the result of `score` from checked arguments, rounding sizes up if the call is eager."""
     rows, width = ids.shape
     left = right = 0
     if not traced:
@@ -121,7 +121,7 @@ def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
 
 
 def chunk_size(given: int | None, columns: int, logits: int) -> int:
-    """Return the number of columns in a chunk, where each column has `logits` logits."""
+    """Return the number of columns per chunk; `logits` is the number of logits in one column of all rows."""
     if given is not None:
         return min(int(given), columns)
     chunks = -(-columns // max(1, LOGITS_AT_ONCE // logits))
@@ -153,7 +153,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
 
 
 def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int, traced: bool) -> Replay:
-    """Return the replay after checking that `generate` could have returned these rows."""
+    """Check that `generate` could have returned these rows, and return the replay that recomputes their scores."""
     if not start:
         raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
     rows, width = ids.shape
@@ -164,7 +164,7 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
         check_grammar(extensions.allowed, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
-    # Rows longer than the default max_length were not generated with this limit, so it does not apply to them.
+    # If any row is longer than the default max_length, the rows were generated without this limit, so ignore it.
     longest_row = width if is_traced(mask) else int(np.sum(mask, axis=-1).max())
     fits = cfg.max_length != GenerationConfig.max_length or longest_row <= cfg.max_length
     counts_prompt = not cfg.on("max_new_tokens") and fits

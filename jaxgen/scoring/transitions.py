@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens, computed from the recorded scores."""
+"""Scores or log-probabilities of generated tokens, taken from the recorded scores."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def compute_transition_scores(
     >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
-    With beams, the sum over a row's tokens, divided by their number to the power of `length_penalty`, equals the row's
-    `sequences_scores`. Unlike in transformers, the result has as many steps as the scores. Without `beam_indices`,
-    entries after the end of a row are the scores of the pad id; see `lengths` in the output.
+    In a beam search, the sum of the scores of a row's n tokens, divided by `n**length_penalty`, is the row's
+    `sequences_scores`. The result has one column per step of `scores`; transformers omits columns after the end of all
+    rows. Without `beam_indices`, entries after a row's end are the scores of the pad id; see `lengths` in the output.
 
     Args:
         sequences: int32[rows, P + N], the prompts and the generated tokens.
-        scores: float32[N, R, V], or N arrays float32[R, V]. R counts the rows or, in a beam search, the beams.
+        scores: float32[N, R, V], or N arrays float32[R, V]. R is the number of rows or, in a beam search, beams.
         beam_indices: int32[rows, N], the row of `scores` from which each token was chosen; negative after a row's end.
         normalize_logits: convert the scores to log-probabilities first.
 

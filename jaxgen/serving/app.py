@@ -48,7 +48,7 @@ from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
 _PREPARING = 2  # number of threads that read requests
-_ALTERNATIVES = 5  # number of most likely tokens that the page shows
+_ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
 
 
 class ClientLeft(Exception):
@@ -97,7 +97,7 @@ class Service:
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
-        kind = "text" if tokenizer.chat_template is None else "chat"  # without a template, continue a text
+        kind = "text" if tokenizer.chat_template is None else "chat"  # without a template, the page continues a text
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
@@ -174,7 +174,6 @@ class Service:
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
 
     async def _body(self, request: Request) -> bytes:
-        """Read and return a request's body."""
         most = self._limits.body
         too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
         if int(request.headers.get("content-length", "0") or 0) > most:
@@ -268,7 +267,7 @@ class Service:
     async def _deltas(
         self, asked: Asked, answers: list[Answer], live: Live, started: float
     ) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield groups of additions that are ready together, each with the index of its answer."""
+        """Yield groups of additions that became available together, each with the index of its answer."""
         left = len(answers)
         if not asked.budget:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
@@ -328,7 +327,7 @@ class Service:
         scored: list[Scored] | None,
         started: float,
     ) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield groups of chunks that are ready together; a group is empty if there is progress but nothing to send."""
+        """Yield groups of chunks that are ready to be sent; a group is empty if the new tokens add nothing to send."""
         options, count = request.stream_options, len(asked.prompts) * asked.sequences
         counts_all = options is not None and options.include_usage
         answers, begun = [asked.answer() for _ in range(count)], set()

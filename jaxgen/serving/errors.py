@@ -9,7 +9,7 @@ from typing import Any
 from jaxgen.engine.results import EngineClosed, QueueFull
 from jaxgen.errors import JaxgenError, one_line
 
-NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients otherwise retry failed requests
+NO_RETRY = {"x-should-retry": "false"}  # without this header, OpenAI's clients retry failed requests
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Options that have a different name in requests.
 _FIELDS = {
@@ -31,7 +31,7 @@ class ApiError(Exception):
     Attributes:
         status: the HTTP status.
         message: states the value received, what is allowed, and what to do.
-        param: the field of the request, or None.
+        param: the field of the request that caused the error, or None.
         headers: additional response headers.
     """
 

@@ -16,17 +16,17 @@ from jaxgen.serving.requests import Asked
 
 
 class Live:
-    """A request's prompts in the engine, and a queue of news for the coroutine that answers the request.
+    """A request's prompts in the engine, and a queue of their events for the coroutine that answers the request.
 
     Args:
         asked: the request.
-        engine: the engine that answers it.
+        engine: the engine that answers the request.
         metrics: the counters to update.
         started: when the request arrived, as returned by `time.monotonic`.
-        streams: if True, queue all news; otherwise, only the ends of sequences.
+        streams: if True, queue all events; otherwise, only the last event of each sequence.
 
     Attributes:
-        news: the queue. Each item consists of a sequence's index within the request and news of this sequence.
+        news: the queue. Each item consists of a sequence's index within the request and an event of this sequence.
         handles: the prompts' handles in the engine.
     """
 
@@ -63,7 +63,7 @@ class Live:
             raise
 
     def _hear(self, number: int, news: Event) -> None:
-        """Update the metrics with a prompt's news, and queue the news; called in the engine's thread."""
+        """Update the metrics for an event of a prompt, and queue the event if needed; called in the engine's thread."""
         place, now = number * self._asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
             count = len(news.tokens)
@@ -82,7 +82,7 @@ class Live:
         return self.handles[prompt].completion(sequence)
 
     def whole(self, place: int, news: Event) -> Event:
-        """Return the news that ends a sequence, with all of the sequence's tokens if they were not streamed."""
+        """Return a sequence's last event; if its tokens were not streamed, the event contains all of them."""
         if self._streams:
             return news
         done = self.completion(place)

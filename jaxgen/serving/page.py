@@ -1,4 +1,4 @@
-"""The web page. It shows a chat with the service, or recorded answers, and the log-probability of each token."""
+"""The web page. It shows a chat with the service or recorded answers, including the log-probability of each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARK = '<meta name="generator" content="jaxgen">'
 
 
 def page(settings: dict[str, Any]) -> str:
-    """Return the page as one self-contained HTML file; `page.html` defines the settings."""
+    """Return the page as one self-contained HTML file; `page.html` describes the settings."""
     source = (Path(__file__).parent / "page.html").read_text("utf-8")
     # Escape "<", so that no text can close the script element.
     data = json.dumps(settings, ensure_ascii=False).replace("<", "\\u003c")

@@ -29,7 +29,7 @@ _INSTEAD = {
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Additions to the chunks of a stream."""
+    """Options for additional content in a stream's chunks."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -37,7 +37,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Structured(msgspec.Struct, forbid_unknown_fields=True):
-    """A constraint on the text; exactly one field is set."""
+    """A constraint on the text; exactly one field must be set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -46,7 +46,7 @@ class Structured(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds of requests share."""
+    """The fields that requests for completions and for chat completions share."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -24,7 +24,7 @@ class Replies:
         asked: the same request, as read by `Reader`.
         model: the model's name.
         fingerprint: identifies the weights.
-        texts: the texts of tokens.
+        texts: the text and bytes of each token.
     """
 
     request: Common
@@ -53,7 +53,7 @@ class Replies:
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
-        """Return the body with all choices, in the order of the prompts; `of_prompts` has the prompts' tokens."""
+        """Return a body with all choices, in the order of the prompts; `of_prompts` are the prompts' scored tokens."""
         write = self._chat_choice if self._is_chat else self._completion_choice
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
@@ -132,7 +132,7 @@ class Replies:
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
     def _scored(self, delta: Delta, of_prompt: Scored | None) -> Scored | None:
-        """Return the tokens to show; if the prompt is echoed, its tokens come first."""
+        """Return the tokens whose log-probabilities are shown, or None; an echoed prompt's tokens come first."""
         if self.asked.logprobs is None:
             return None
         if delta.logprobs is None:
@@ -159,7 +159,7 @@ class Replies:
         self._offsets[index] = offset
         most_likely = []
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
-            # The chosen token is included. If several tokens have the same text, the most likely one is shown.
+            # Include the chosen token. If several tokens have the same text, show only the most likely one.
             pairs = [*likely[: self.asked.logprobs], (token, logprob)]
             named: dict[str, float | None] = {}
             for other, value in pairs:
@@ -169,7 +169,7 @@ class Replies:
         return values | {"top_logprobs": most_likely if self.asked.logprobs else None}
 
     def _of_prompt(self, scored: Scored) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs` in vLLM's format, keyed by token id; a rank that is not known is None."""
+        """Return `prompt_logprobs` in vLLM's format, keyed by token id; unknown ranks are None."""
         entries: list[dict[str, Any] | None] = []
         most = self.request.prompt_logprobs or 0
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):

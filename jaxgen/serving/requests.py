@@ -59,7 +59,7 @@ class Reader:
     """Reads requests for a model.
 
     Args:
-        cfg: the engine's config; `output_logprobs` is set, and `top_logprobs` is the maximum for requests.
+        cfg: the engine's config; `output_logprobs` must be set. Requests may ask for at most its `top_logprobs`.
         tokenizer: the model's tokenizer.
         width: the maximum number of tokens in a prompt.
         context: the maximum number of tokens in a prompt and its answer together.
@@ -143,7 +143,7 @@ class Reader:
         tools: Tools | None,
         texts: list[str] | None,
     ) -> Asked:
-        """Read the fields that both kinds of requests share."""
+        """Read the fields that requests for completions and for chat completions share."""
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true", "stream_options")
         if request.truncate_prompt_tokens is not None:
@@ -205,7 +205,7 @@ class Reader:
         return most
 
     def _top(self, number: int | None, name: str) -> int | None:
-        """Check the requested number of most likely tokens."""
+        """Check and return the requested number of most likely tokens."""
         if number is not None and not 0 <= number <= self.cfg.top_logprobs:
             raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
         return number

@@ -16,7 +16,7 @@ class StopCut:
     """Cuts text at the first stop string; the beginning of a possible stop string is held back.
 
     Attributes:
-        found: the string that ended the text, or None.
+        found: the stop string that ended the text, or None.
     """
 
     def __init__(self, strings: Sequence[str], keeps: bool = False):
@@ -26,7 +26,7 @@ class StopCut:
         self.found: str | None = None
 
     def put(self, text: str) -> str:
-        """Append text, and return what cannot belong to a stop string."""
+        """Append text, and return the part that cannot belong to a stop string."""
         if self.found is not None:
             return ""
         if not self._strings:
@@ -50,7 +50,7 @@ class StopCut:
         return 0
 
     def end(self) -> str:
-        """Return the text that was held back; no more text follows."""
+        """Return the text that was held back; call this at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -94,7 +94,7 @@ class Answer:
         return self._cut.found
 
     def put(self, news: Event) -> Delta:
-        """Process news of the sequence, and return the addition to the answer."""
+        """Process an event of the sequence, and return the addition to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
         text, calls = self._cut.put(self._stream.put(news.tokens)), []

@@ -100,9 +100,9 @@ class Tools:
     """The tools of a request, and how the model may use them.
 
     Attributes:
-        for_template: the tools for `Tokenizer.render_chat`; None if `tool_choice` is none.
+        for_template: the tools for `Tokenizer.render_chat`; None if `tool_choice` is "none".
         names: the functions that may be called.
-        forced: True if the answer must be a call.
+        forced: True if the answer must consist of calls.
         named: True if the request names the one function that must be called.
         most_calls: the maximum number of calls (None for no limit). Additional calls are dropped.
     """
@@ -112,7 +112,7 @@ class Tools:
     forced: bool
     named: bool
     most_calls: int | None
-    _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # by the function names in `names`
+    _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # keyed by function name
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
@@ -151,7 +151,7 @@ class Tools:
     def key(self) -> tuple[int | None, str] | None:
         """Cache key of the automaton (for a fixed vocabulary), or None if there is no automaton.
 
-        The order of an object's keys matters, because arguments are generated in the order of the schema.
+        The key depends on the order of a schema's properties, because arguments are generated in this order.
         """
         return (self.most_calls, json.dumps(self._parameters)) if self.forced else None
 
@@ -176,7 +176,7 @@ class Tools:
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
-    """Return a tool's function for the template: its name, description and parameters, where set, in HF's order."""
+    """Return a tool's function for the template: the name, description and parameters (if set), in HF's order."""
     given = _typed(tool, where, "function", ("function",))["function"]
     where = f"{where}.function"
     given = _object(given, where, ("name", "description", "parameters", "strict"))
@@ -252,7 +252,7 @@ class CallParser:
     invalid, its name is not in `names` (None allows any name), or its arguments are not an object. Missing arguments
     are read as `{}`. Calls after the first `most_calls` are dropped.
 
-    Whitespace before a call is dropped, as is whitespace at the end of text with calls.
+    Whitespace before a call is dropped. If the text contains calls, whitespace at its end is also dropped.
 
         >>> parser = CallParser({"f"}, None)
         >>> parser.put('Yes.\n<tool_call>\n{"name": "f", "arguments": {"x"')
@@ -266,7 +266,7 @@ class CallParser:
     def __init__(self, names: Collection[str] | None, most_calls: int | None):
         self._names, self._most, self._found = names, most_calls, 0
         self._held: list[str] = []  # characters of a possible call, and the whitespace before it
-        self._place = "opening"  # also the state in plain text, where no character of the tag has matched
+        self._place = "opening"  # also in plain text, where `_matched` is 0
         self._matched = 0  # number of matched characters of the opening or closing tag
         self._depth = 0  # number of open objects and lists
 
@@ -336,7 +336,7 @@ class CallParser:
         return True
 
     def _close(self, content: list[str], calls: list[Call]) -> None:
-        """Decide whether the text between a complete pair of tags is a call or content."""
+        """Add the held text to the calls if it is a valid call, and to the content otherwise."""
         text = "".join(self._held)
         call = self._call(text.lstrip(_SPACE)[len(OPENING) : -self._matched or None])
         if call is None:
@@ -351,7 +351,7 @@ class CallParser:
             value = parse_json(text)
         except InputError:
             return None
-        name, arguments = value.get("name"), value.get("arguments", {})  # a dict, because the text begins with a brace
+        name, arguments = value.get("name"), value.get("arguments", {})  # value is a dict: the text begins with a brace
         known = isinstance(name, str) and (self._names is None or name in self._names)
         return Call(name, json.dumps(arguments, ensure_ascii=False)) if known and isinstance(arguments, dict) else None
 

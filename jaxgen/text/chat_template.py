@@ -128,7 +128,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Reject unknown roles, because many templates would accept any role, and others would drop the message."""
+    """Reject unknown roles: many templates would render them, and others would silently drop the message."""
     for i, message in enumerate(conversation):
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
@@ -139,7 +139,7 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block from `generation` to `endgeneration`, which marks answers for training; it is rendered unchanged."""
+    """Support for `generation` blocks, which mark answers for training; their content is rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 

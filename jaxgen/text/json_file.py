@@ -94,7 +94,7 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
         raise InputError("not valid JSON: a string has half of a surrogate pair, such as \\ud83d") from error
     except RecursionError as error:
         raise InputError("not valid JSON: nested too deeply") from error
-    except ValueError as error:  # including numbers with thousands of digits
+    except ValueError as error:  # Python also rejects integers with thousands of digits
         raise InputError(f"not valid JSON: {error}") from error
     if _is_deep(value):
         raise InputError("not valid JSON: nested too deeply")

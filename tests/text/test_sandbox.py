@@ -1,4 +1,4 @@
-"""The limits of chat templates. tests/convert/test_damaged.py has hostile ones."""
+"""The limits of chat templates. tests/convert/test_damaged.py tests hostile templates."""
 
 import sys
 import threading

@@ -25,7 +25,7 @@ from tests.support.tokenizers import byte_level, llama
 
 BYTE_LEVEL, LLAMA = byte_level(), llama()
 TOKENIZERS = pytest.mark.parametrize("tok", [BYTE_LEVEL, LLAMA], ids=["byte_level", "llama"])
-# Few different ids, so that characters, byte runs and clean-up patterns occur by chance
+# Some ids are drawn often, so that whole characters, byte runs and clean-up patterns occur by chance.
 BYTES = [BYTE_LEVEL.encode(c)[0] for c in " '.,ntsrev"]
 EURO = BYTE_LEVEL.encode("€")
 ids_of = {
@@ -253,7 +253,7 @@ class TestTextRowStreamer:
 
     @pytest.mark.slow
     def test_with_generate(self):
-        """The pad token is an ordinary token here, and rows end at an eos, at their budget or at a stop string."""
+        """The pad token is also an ordinary token here, and rows end at an eos token or at their budget."""
         model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
         params, prompts = random_params(model), BYTE_LEVEL.batch(["hell", "a", "o €"])
         cfg = GenerationConfig(model=model, max_new_tokens=[3, 17, 40], do_sample=True, num_return_sequences=2)

@@ -251,7 +251,7 @@ class TestTokenBytes:
         tok.token_bytes().clear()
         assert len(tok.token_bytes()) == 4
         backend.decoder = decoders.ByteLevel()
-        # é is also GPT-2's symbol for the byte E9, which is how the library decodes it
+        # é is also GPT-2's symbol for the byte E9, and the library decodes it as that byte
         assert Tokenizer(backend).token_bytes()[2:] == [b"[x y]", b"\xe9"]
         assert backend.decode([3]) == "\ufffd"
 
@@ -557,7 +557,7 @@ class TestChat:
             byte_level(chat_template="").chat([USER])
 
 
-# Their first characters combine in different ways with the text that the template writes before them
+# Texts whose first characters are tokenized in different ways together with the template's text before them
 QUESTIONS = [
     *("Who are you?", "hi", " x", "  x", "\nx", "\n\n x", "\t", "\r\nx", "1 + 1?", ".", "...", "'s", "\u2019s"),
     *("é", "e\u0301", "你好", "\u3000x", "\u00a0x", "👋", "\u200bx", "<|im_end|>", "<x>", "-", "_", "{", "", " "),
@@ -574,7 +574,7 @@ BEGINNINGS = [
 
 
 def conversations(beginning, texts) -> list[list[dict]]:
-    """Return conversations that continue for one turn, and every third one for two more."""
+    """Return one conversation per text: `beginning` and the text. Every third one has two more messages."""
     role, other = ("assistant", "user") if beginning[-1:] == EXCHANGE[:1] else ("user", "assistant")
     tails = [[{"role": role, "content": text}] for text in texts]
     tails[::3] = [[*tail, {"role": other, "content": "a"}, {"role": role, "content": "b"}] for tail in tails[::3]]

@@ -1,4 +1,4 @@
-"""Lines of files end where they should, and errors name bad lines."""
+"""Lines of files end only at newlines, and errors name bad lines."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def test_lines_end_at_newlines_only():
 def test_written_lines_can_be_read(seed):
     rng = random.Random(seed)
     texts = ["".join(rng.choices('ab {}"\\' + INSIDE, k=rng.randint(0, 12))) for _ in range(9)]
-    texts[0] = "first"  # a byte order mark would be skipped here
+    texts[0] = "first"  # a byte order mark at the start would be skipped
     end = rng.choice(["\n", "\r\n"])
     read = text_lines("x", end.join(texts).encode())
     assert [text for _, text in read] == [text for text in texts if text.strip()]
@@ -38,7 +38,7 @@ def test_invalid_bytes_are_named(data):
 
 
 def bad_lines():
-    """Yield damaged JSON: truncated, with a changed character, or of kinds on which parsers disagree or fail."""
+    """Yield bad JSON: truncated texts, texts with a changed character, and texts on which parsers disagree or fail."""
     rng = random.Random(0)
     good = json.dumps({"messages": [{"role": "user", "content": 'a \\ " é'}], "n": [1.5e3, None, True]})
     yield from (good[: rng.randrange(1, len(good))] for _ in range(60))

@@ -21,7 +21,7 @@ AGAIN, HE = {"role": "user", "content": "Again?"}, {"role": "assistant", "conten
 
 
 def parts(tokenizer: Tokenizer, *pieces: tuple[str, bool]) -> Example:
-    """Encode pieces of text one by one. Each comes with True if it is trained on."""
+    """Encode pieces of text one by one; the boolean says whether a piece is trained on."""
     ids, labels = [], []
     for text, learnt in pieces:
         piece = tokenizer.encode(text, add_special_tokens=False)

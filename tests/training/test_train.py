@@ -1,4 +1,4 @@
-"""Training: a step compared with its parts, and runs that are interrupted and resumed."""
+"""Training: gradients, single steps, and runs that are interrupted and resumed."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def gradient_of(params, batch: TrainBatch, remat=False):
 
 
 def filled(data: TrainBatch) -> TrainBatch:
-    """Add empty rows, so that all data has one shape and uses one program."""
+    """Add empty rows, so that all data has the same shape and uses the same program."""
     lacking = ((0, len(EXAMPLES) - len(data.ids)), (0, 0))
     labels = np.pad(data.labels, lacking, constant_values=-100)
     return TrainBatch(np.pad(data.ids, lacking), labels, np.pad(data.segments, lacking))
@@ -115,7 +115,7 @@ def test_bfloat16_computes_and_float32_is_kept():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
     assert metrics.loss != wanted.loss
     np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=2e-2)
-    # AdamW's first step is the learning rate times the gradient's sign, so most weights move the same way.
+    # AdamW's first step depends only on the gradients' signs, so most weights move the same way in both dtypes.
     moved, expected = (
         np.concatenate(
             [
@@ -245,7 +245,7 @@ def test_segments_have_their_own_positions_and_windows():
     def apply(ids, segments=None):
         return model.apply({"params": PARAMS}, ids, segment_ids=segments).logits
 
-    def alone(ids):  # padded on the right, where padding does not matter, to use one program
+    def alone(ids):  # padding on the right has no effect, and lets one program serve all lengths
         return apply(jnp.pad(ids, ((0, 0), (0, 20 - ids.shape[1]))))[:, : ids.shape[1]]
 
     packed = apply(ids, segments)
