@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return the maximum draft length, int32[B]: the smaller of `width` and the remaining budget - 1; 0 in done rows."""
+    """Return the maximum draft length, int32[B]: the smaller of `width` and the remaining budget - 1; 0 if done."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
