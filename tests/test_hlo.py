@@ -22,7 +22,8 @@ from tests.support.models import model_config, slow
 from tests.support.slot_loops import copied_caches
 
 # These sizes identify arrays: prompt slots, new slots, key blocks and the sides of weights all have different sizes.
-PROMPT, NEW, ROWS = 608, 736, 2
+# The prompt is longer than those that attend with all scores of a block of queries at once.
+PROMPT, NEW, ROWS = 832, 736, 2
 MODEL = {
     "vocab_size": 4000, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2,
     "intermediate_size": 352, "max_position_embeddings": 2048,
