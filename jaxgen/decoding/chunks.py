@@ -48,24 +48,24 @@ class Arrivals:
     prefixes: Places | None = None
 
 
-def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, steps: int, stored: int, key_impl: str):
+def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, places: int, entries: int, stored: int):
     """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
         run: the constants; every option that a prompt may use must be on.
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
-        places: the maximum number of waiting prompts.
-        steps: the maximum number of steps in a chunk.
-        stored: the capacity of the prefix store, in chunks; 0 for no store.
         key_impl: the implementation of the random keys, as for the `impl` of `jax.random.key`.
+        places: the maximum number of waiting prompts.
+        entries: the number of journal entries per slot.
+        stored: the capacity of the prefix store, in chunks; 0 for no store.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
     at = jnp.zeros(places, jnp.int32)
     nobody, zero = jnp.full(places, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
     prefixes = jax.tree.map(lambda x: jnp.asarray(x)[at], arrivals.prefixes)
     state = mode.open(run, Queue(one.select(at), nobody, nobody, zero, zero, prefixes), stored)
-    return dataclasses.replace(state, results=Journal.open(state.rows.rows, steps))
+    return dataclasses.replace(state, results=Journal.open(state.rows.rows, entries))
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
@@ -89,6 +89,18 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     head = jnp.stack([journal.count, state.queue.waiting, state.steps])
     head = jnp.pad(head, (0, journal.entries.shape[1] - head.shape[0]))
     return state, constrain(jnp.concatenate([head[None, :], journal.entries]), run.mesh, REPLICATED)
+
+
+def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str, **sizes: int):
+    """Run a chunk from the initial state; `sizes` are those of `open_queue`.
+
+    On a mesh, this divides the initial state like the state that it returns. By itself, `open_queue` would place all of
+    it on each device.
+    """
+    state = open_queue(run, arrivals, mode, key_impl, **sizes)
+    # jax would compile the next chunk for a count that isn't on the mesh, and later chunks again.
+    state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
+    return run_chunk(run, state, arrivals, steps, mode, key_impl)
 
 
 def _keys(arrivals: Arrivals, key_impl: str) -> jax.Array:

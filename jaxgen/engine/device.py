@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.availability import check_options
-from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
+from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
@@ -22,7 +22,9 @@ from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
 
 _STATIC = ("mode", "key_impl")
-_open = Program(open_queue, "Engine (state)", static_argnames=[*_STATIC, "places", "steps", "stored"])
+_STATIC_SIZES = ("places", "entries", "stored")
+_open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
+_first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=_STATIC + _STATIC_SIZES)
 _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
 
 
@@ -74,9 +76,9 @@ class Loop:
 
     @property
     def of_open(self) -> dict[str, Any]:
-        """The static arguments of `open_queue`."""
-        steps = 2 * self.steps + 8  # the journal needs space for steps and for entering sequences
-        return {**self.of_chunk, "places": self.places, "steps": steps, "stored": self.stored}
+        """The static arguments of `open_queue` and `run_first_chunk`."""
+        entries = 2 * self.steps + 8  # the journal needs space for steps and for entering sequences
+        return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
 
     @property
     def of_chunk(self) -> dict[str, Any]:
@@ -102,17 +104,21 @@ class Device:
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
 
     def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
-        """Create the state, with all slots free."""
+        """Create the state, with all slots free; on a mesh, the first chunk creates it."""
         self._no_arrivals = self._placed(no_arrivals, params)
-        state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-        # Commit the state, like the states that chunks return. This avoids compiling a second program.
-        self._state = self._placed(state, params)
+        if self._mesh is None:
+            state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
+            # Commit the state, like the states that chunks return. This avoids compiling a second program.
+            self._state = committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
         news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
-        run = self._run(params, tables)
-        self._state, packed = _chunk(run, self._state, news, np.int32(steps), **self._loop.of_chunk)
+        run, most = self._run(params, tables), np.int32(steps)
+        if self._state is None:
+            self._state, packed = _first_chunk(run, news, most, **self._loop.of_open)
+        else:
+            self._state, packed = _chunk(run, self._state, news, most, **self._loop.of_chunk)
         return packed
 
     def _placed(self, tree: Any, params: Any) -> Any:

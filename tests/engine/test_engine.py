@@ -439,6 +439,34 @@ def test_warmup_compiles_all_programs_on_a_mesh_too():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(2, 1), (1, 2)])
+def test_an_engine_on_a_mesh_never_has_a_whole_cache_on_a_device(data, model):
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(data, model), ("data", "model"))
+    rows, heads = 2, MODEL.num_key_value_heads
+
+    def caches() -> list[jax.Array]:
+        arrays = [x for x in jax.live_arrays() if len(x.sharding.device_set) == 2]
+        return [x for x in arrays if x.ndim == 4 and x.shape[:2] == (rows, heads)]
+
+    with Engine(shard_params(PARAMS, MODEL, mesh), SIMPLE, KEY, **{**SMALL, "slots": rows}) as small:
+        before = caches()
+        small.submit([50], max_new_tokens=1).result(60)
+        after = caches()
+    assert after
+    assert {x.sharding.shard_shape(x.shape)[:2] for x in before + after} == {(rows // data, heads // model)}
+
+
+def test_warmup_raises_the_error_of_its_first_chunk(monkeypatch):
+    def fail(*arguments):
+        raise MemoryError("no memory for this chunk")
+
+    small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
+    monkeypatch.setattr(small._device, "step", fail)
+    with pytest.raises(MemoryError, match="no memory for this chunk"):
+        small.warmup()
+
+
+@pytest.mark.slow
 def test_an_engine_that_is_closed_does_not_wait():
     small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
     handles = [small.submit([50 + n]) for n in range(5)]
