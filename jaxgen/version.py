@@ -1,3 +1,3 @@
-"""jaxgen's version, in a module that any other module can import."""
+"""jaxgen's version, in a module without imports, so that any module can import it."""
 
 __version__ = "0.1.0"

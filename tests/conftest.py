@@ -3,8 +3,8 @@ import signal
 from importlib.metadata import version
 from pathlib import Path
 
-# Most of the time is spent compiling. A third of that is LLVM's optimizations, and the old emitters of XLA, which
-# jaxlib 0.10 still has, save another third. CI runs the parity tests with the default emitters, with and without
+# Tests spend most of their time compiling. Turning off LLVM's optimizations saves a third; the old emitters of XLA,
+# which jaxlib 0.10 still has, save another third. CI runs the parity tests with the default emitters, with and without
 # optimizations, and the default tests with the newest jax, which has only the new emitters.
 os.environ.setdefault(
     "XLA_FLAGS",
@@ -53,7 +53,7 @@ def programs(tmp_path_factory) -> dict[str, str]:
     settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # imports may have compiled something and found that there is no cache
+    compilation_cache.reset_cache()  # if an import compiled something, jax has noted that there is no cache
     environment = {name.upper(): str(value) for name, value in settings.items()}
     os.environ.update(environment)  # for the processes that tests start
     return environment

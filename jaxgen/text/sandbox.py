@@ -1,8 +1,8 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
-Jinja's own sandbox isolates a template from the machine, but does not limit its time and memory. Here, every
-value that a template creates is measured, and its size is estimated first if it could be huge. Each operation is
-therefore short, and checking the clock between operations limits the total time, in any thread.
+Jinja's own sandbox isolates a template from the machine, but limits neither its time nor its memory. This sandbox
+measures every value that a template creates; if a value could be huge, its size is estimated beforehand. No operation
+therefore takes long, and checking the clock between operations limits the total time, in any thread.
 """
 
 import contextvars
@@ -21,31 +21,31 @@ from jinja2 import nodes
 SECONDS = 1.0  # of CPU time, plus the same amount for each million input characters
 # Maximum number of characters in one value or in the output, and in all values together.
 LARGEST, _ALL = 1_000_000, 50_000_000
-_PER_INPUT, _ALL_PER_INPUT = 60, 300  # how much each of these limits grows per input character
+_PER_INPUT, _ALL_PER_INPUT = 60, 300  # how much these two limits grow per input character
 _STEPS = 32  # number of steps between two checks of the clock
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
-# These patterns match the format fields to reject, in linear time. A field is rejected if its width has four digits or
-# comes from a value, or if it reads an attribute or item, because attributes and items are not measured. The name of a
-# "%" field can contain anything, so in a text with a named field, any four digits are rejected.
+# These patterns find, in linear time, the format fields that are rejected: those whose width has four digits or is an
+# argument, and those that read an attribute or item, which is not measured. The name in a "%(name)s" field can contain
+# any character, so a text with such a field must not contain four digits in a row.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
 }
-# Filters and methods that can write their arguments once for each part of a value.
+# Filters and methods that can insert an argument into a value many times.
 _MULTIPLYING = {"expandtabs", "indent", "replace", "tojson"}
 # Filters and methods that take a number of characters or items as an argument.
 _LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
-# Filters that can read an attribute of each item, or an attribute of an attribute.
+# Filters that can read an attribute of each item, or a path of attributes such as "a.b.c".
 _BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
 # These filters and methods can take quadratic time, and no known template uses them.
 _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
 
 
 class TooMuch(BaseException):
-    """Error for a template that exceeds a limit. It does not derive from `Exception`, which jinja sometimes catches."""
+    """Error for a template that exceeds a limit. It is not an `Exception`, because jinja sometimes catches those."""
 
 
 class _Limits:
@@ -66,7 +66,7 @@ class _Limits:
         return value
 
     def count(self, steps: int) -> None:
-        """Count steps, and check the clock from time to time."""
+        """Count steps, and check the clock every `_STEPS` steps."""
         self.steps += steps
         if self.steps >= _STEPS:
             self.steps = 0
@@ -79,7 +79,7 @@ class _Limits:
             raise TooMuch(f"makes a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Raise an error if a filter or string method would create too large a result; `sign` starts a format field."""
+        """Raise an error if a filter's or string method's result would be too large; `sign` starts a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not offered")
@@ -103,7 +103,7 @@ _limits: contextvars.ContextVar[_Limits] = contextvars.ContextVar("limits")
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Render a template of an `Environment`, within limits that grow with the size of its variables.
+    """Render a template of an `Environment`, within limits that grow with the size of the variables.
 
     Raises:
         TooMuch: a limit was exceeded; the message says which.
@@ -116,7 +116,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def size_of(value: Any, largest: int) -> int:
-    """Return the number of characters in nested lists and dicts, plus `_OBJECT` for each object.
+    """Return the number of characters in a value and all that it contains, plus `_OBJECT` for each item, key and value.
 
     Raises:
         TooMuch: the size exceeds `largest`.
@@ -193,7 +193,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
         owner = getattr(method, "__self__", None)
-        if len(arguments) > 99:  # a macro can write its arguments
+        if len(arguments) > 99:  # a macro can output all of them
             limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
@@ -204,7 +204,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Add limits to a filter or test. The result takes the context to keep jinja from calling it at compile time."""
+    """Return a filter or test with limits. It takes the context, so that jinja does not call it at compile time."""
 
     @jinja2.pass_context
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
@@ -221,7 +221,7 @@ def _output(context: Any, value: Any) -> str:
     """Return the text that the template writes for a value."""
     limits = _limits.get()
     if not isinstance(value, str):
-        size_of(value, limits.largest)  # raises an error before the text is created
+        size_of(value, limits.largest)  # raises an error if the text would be too large
         value = str(value)
     return limits.counted(value)
 
@@ -232,9 +232,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Counts operations that do not call the environment, as well as loop iterations and macro calls.
+    """Adds counters to a template for loop iterations, macro calls and operations that do not call the environment.
 
-    A comparison with a constant is too short to be counted by itself, so a loop or macro counts the comparisons in it.
+    A comparison with a constant is too short to count itself, so each iteration or call counts those that it contains.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

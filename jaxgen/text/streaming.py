@@ -17,7 +17,7 @@ from jaxgen.text.token_bytes import FALLBACK
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The patterns of clean_up start with a space; these characters can follow the space in an incomplete pattern
+# Possible beginning of a text that clean_up replaces: a space, and characters that can follow it
 UNDECIDED = re.compile(r" [ 'nvr]*$")
 # An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
 CONTEXT = 4
@@ -26,11 +26,10 @@ CONTEXT = 4
 class TextStream:
     """Decoder for ids as they arrive; the concatenated results of `put` and `end` equal `tokenizer.decode` of all ids.
 
-    A character is returned when it is complete. Three kinds of text are held back: a U+FFFD at the end, which may be an
-    incomplete character; byte tokens (`<0x..>`, byte fallback) until a regular token follows, because one wrong byte
-    turns all of them into U+FFFD; and, with clean-up, a space and the following characters that clean-up might still
-    change. `end` returns the rest. The cost of a token grows with the number of tokens held
-    back, but not with the number of earlier tokens.
+    Text is held back while later tokens can still change it: a U+FFFD at the end, which may be an incomplete character;
+    byte tokens (`<0x..>`) until a regular token follows, because one invalid byte turns all of them into U+FFFD; and,
+    with clean-up, a space and characters after it that clean-up might change. `end` returns this text. The cost of a
+    token depends on the number of tokens held back, but not on the number of earlier tokens.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class TextStream:
         return clean_up(text) if self.cleans_up else text
 
     def _restart(self) -> None:
-        self._window: list[int] = []  # the last tokens, as many as are needed to decode the next one correctly
+        self._window: list[int] = []  # the last tokens, which are needed to decode the next one
         self._given = 0  # number of characters of the window's text that have already been returned
         self._undecided = ""  # text that clean-up might still change
 
@@ -92,10 +91,10 @@ class TextStream:
 class TextStreamer:
     """Streamer that prints the text of one row as it is generated, like HF's `TextStreamer`.
 
-    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt and then with each new token, and finally
-    `end`. Unlike HF's, it prints each character as soon as it is complete, not only whole words, and it skips special
-    tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs`
-    are passed to `TextStream`. If `file` is None, the text goes to the standard output.
+    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt, `put` with each new token, and finally
+    `end`. Unlike HF's, it prints each character as soon as it is complete, without waiting for whole words, and skips
+    special tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere.
+    `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to the standard output.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class TextStreamer:
             self.on_finalized_text(self._stream.put(ids.reshape(-1)))
 
     def end(self) -> None:
-        """Print the text that was held back and a newline; the next `put` receives a prompt again."""
+        """Print the text that was held back and a newline; the next `put` must pass a prompt again."""
         self._expects_prompt = True
         self.on_finalized_text(self._stream.end(), stream_end=True)
 
@@ -139,9 +138,9 @@ class TextRowStreamer:
     >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
-    With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
+    If `on_text` is given, nothing is printed; instead, it is called whenever tokens complete characters of a row.
     `ended` is True in the last call for a row; the text may then be empty. Rows are counted from 0, as in
-    `GenerateOutput`; prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
+    `GenerateOutput`. Prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
     """
 
     def __init__(
@@ -155,9 +154,9 @@ class TextRowStreamer:
         self.on_text = on_text or self._print_lines
         self.file = file
         self._open = functools.partial(TextStream, tokenizer, **decode_kwargs)
-        self._open()  # raises an error for wrong decode_kwargs
+        self._open()  # raises an error if decode_kwargs are invalid
         self._streams: dict[int, TextStream] = {}
-        self._lines: dict[int, str] = {}  # lines that are not complete yet
+        self._lines: dict[int, str] = {}  # the incomplete line of each row
 
     def put_row(self, row: int, ids: Any, ended: bool) -> None:
         """Receive the next tokens of a row."""
@@ -222,7 +221,7 @@ class _QueueStreamer(TextStreamer):
             self.send(exception)
 
     def _read(self, item: str | BaseException | None) -> str:
-        """Return an item's text, which is empty at the end; if the item is an exception, raise it."""
+        """Return an item's text, or "" for None, which ends the run; raise the item if it is an exception."""
         self._ended = not isinstance(item, str)
         if isinstance(item, BaseException):
             raise item
@@ -232,8 +231,8 @@ class _QueueStreamer(TextStreamer):
 class TextIteratorStreamer(_QueueStreamer):
     """Streamer that another thread iterates over to receive the text, like HF's `TextIteratorStreamer`.
 
-    `generate` runs in a separate thread. An exception there would end only that thread and leave the iteration waiting;
-    `error` passes the exception on, so that it is raised where the text is read:
+    Run `generate` in a separate thread. An exception there ends only that thread, and the iteration keeps waiting.
+    Pass the exception to `error`, so that it is raised where the text is read:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
 
@@ -249,7 +248,7 @@ class TextIteratorStreamer(_QueueStreamer):
 
     `timeout` is the number of seconds to wait for the next token, or None for no limit; the wait for the first token
     includes compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can serve several runs, one after
-    the other: an iteration ends with its run, and the next `for` waits for the next run. Ending an iteration early does
+    the other: a `for` loop ends when its run ends, and the next loop waits for the next run. Leaving a loop early does
     not stop the run.
     """
 
@@ -281,7 +280,7 @@ class TextIteratorStreamer(_QueueStreamer):
 class AsyncTextIteratorStreamer(_QueueStreamer):
     """Streamer that a coroutine iterates over, like `AsyncTextIteratorStreamer` in later transformers releases.
 
-    Create it in the event loop that reads it, and run `generate` in a thread:
+    Create it in the event loop that will read it, and run `generate` in a thread:
 
         streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
 

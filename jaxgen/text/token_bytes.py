@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 writes each byte as one printable character: its own if it is printable, else the next unused code from 256 up.
+# GPT-2 writes a byte as the character with its code if this is printable, otherwise as the next unused one from 256 up.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
@@ -20,10 +20,10 @@ FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Return each id's bytes as they appear after other text, or None for special tokens and ids without a token.
+    """Return the bytes that each id adds after other text; None for special tokens and ids without a token.
 
     Raises:
-        ConfigError: the decoder's text is not the concatenation of the tokens' bytes.
+        ConfigError: the decoder does not simply concatenate the tokens' bytes.
     """
     to_bytes = _decoder(backend)
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -39,7 +39,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Return the decoder's steps as a function of a single token."""
+    """Return a function that applies the decoder's steps to a single token."""
     if backend.decoder is None:
         raise ConfigError("tokenizer.json has no decoder, so tokens are joined by spaces that belong to no token")
     replacements: list[tuple[str, str]] = []

@@ -49,11 +49,11 @@ class Batch(NamedTuple):
 class Tokenizer:
     """Converts text and conversations to ids and back, like HF's fast tokenizer for the same files.
 
-    `backend` is the `tokenizers.Tokenizer` that does the work. It is modified: tokens are added, and its own padding
-    and truncation are turned off. `config` is the content of a tokenizer_config.json.
+    `backend` is the `tokenizers.Tokenizer` that does the work. The constructor modifies it: it adds tokens, and turns
+    off the backend's own padding and truncation. `config` is the content of a tokenizer_config.json.
     `Tokenizer.from_pretrained` reads both from a directory.
 
-    `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None if the checkpoint has no such
+    `bos_token`, `eos_token`, `unk_token`, `pad_token` and each `*_token_id` are None if the checkpoint has no such
     token. `model_max_length` is None if there is no limit. `chat_template` is the default template or None.
     """
 
@@ -95,12 +95,13 @@ class Tokenizer:
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a local HF directory.
 
-        tokenizer.json is required. Other files are read if they exist: tokenizer_config.json; chat_template.jinja,
-        which takes precedence over the config's template; special_tokens_map.json and added_tokens.json, if the config
-        has no `added_tokens_decoder` (as in HF); and config.json, if the config names no tokenizer class.
+        tokenizer.json is required. Other files are read if they exist: tokenizer_config.json ("the config");
+        chat_template.jinja, which takes precedence over the config's template; special_tokens_map.json and
+        added_tokens.json, if the config has no `added_tokens_decoder` (as in HF); and config.json, if the config names
+        no tokenizer class.
 
-        tokenizer.json determines whether BOS and EOS are added. LlamaTokenizer and LlamaTokenizerFast ignore it, as in
-        HF; for these classes, `add_bos_token` (on by default) and `add_eos_token` in the config decide instead.
+        tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and LlamaTokenizerFast. As in
+        HF, these read `add_bos_token` (on by default) and `add_eos_token` in the config instead.
 
         Raises:
             InputError: the directory has no fast tokenizer.
@@ -141,7 +142,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens excluding added ones, as in HF; `len(tokenizer)` counts all tokens."""
+        """Number of tokens, excluding added ones, as in HF; `len(tokenizer)` counts all tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def encode(
@@ -154,16 +155,16 @@ class Tokenizer:
     ) -> list[int]:
         """Convert one text to its ids.
 
-        Special tokens written in the text are recognized. `split_special_tokens` turns this off, for untrusted text;
-        by default, the config's setting applies (off if missing). `max_length` includes the added special tokens. Ids
-        are truncated at the config's `truncation_side`.
+        Special tokens written in the text are recognized. For untrusted text, `split_special_tokens` turns this off;
+        by default, the config's setting applies (off if missing). A text of more than `max_length` ids, added
+        special tokens included, is truncated at the config's `truncation_side`.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
         encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
-        # Encode in two steps, because the backend can only truncate through a setting of the whole tokenizer.
+        # Truncate in a separate step, because the backend's own truncation is a setting for all of its calls.
         with library_errors(self.source):
             encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
@@ -197,7 +198,7 @@ class Tokenizer:
         """Encode texts and left-pad them to the length of the longest.
 
         Use `add_special_tokens=False` for texts that continue other texts, because BOS belongs only at the start of a
-        row. Padding uses the pad id, else eos, else unk, else 0; masking makes the choice irrelevant to the model.
+        row. Padding uses the pad id, else eos, else unk, else 0; the choice does not matter, because padding is masked.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise TypeError(f"batch accepts a list of str, got {type(texts).__name__}: pass [text] for one text")
@@ -217,9 +218,9 @@ class Tokenizer:
         """Render conversations with the chat template, then encode and left-pad them.
 
         A conversation is a list of {"role": ..., "content": ...} dicts; a single conversation can be passed without an
-        outer list. The template writes BOS and other special tokens itself; no others are added. `max_length` truncates
-        at the config's `truncation_side`; truncation on the right removes the generation prompt. The other arguments
-        are as in `render_chat`.
+        outer list. The template writes BOS and other special tokens itself; no others are added. A conversation of
+        more than `max_length` ids is truncated at the config's `truncation_side`; truncation on the right removes the
+        generation prompt. The other arguments are as in `render_chat`.
 
         `after` is the result of `chat_prefix`. Each conversation must begin with these ids, which are left out of the
         result. `max_length` includes them, but only the ids after them are truncated.
@@ -261,7 +262,7 @@ class Tokenizer:
         `chat` must be called with the same values.
 
         Raises:
-            InputError: with this template, such conversations do not share a first token.
+            InputError: with this template, such conversations do not begin with the same token.
         """
         options = {"tools": tools, "documents": documents, **template_kwargs}
         rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
@@ -356,7 +357,7 @@ class Tokenizer:
         kept, although `decode` drops it at the beginning of a whole text.
 
         Raises:
-            ConfigError: the tokenizer's text is not the concatenation of its tokens' text.
+            ConfigError: the tokenizer does not decode ids to the concatenation of their bytes.
         """
         return list(self._token_bytes)
 
@@ -408,7 +409,7 @@ class Tokenizer:
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise a TypeError if `tokenizer` is not a `Tokenizer` but, for example, one from transformers."""
+    """Raise a TypeError if `tokenizer` is not jaxgen's `Tokenizer`, for example if it comes from transformers."""
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
 

@@ -42,7 +42,7 @@ _MOST_ADDING = 20_000_000  # maximum product of the number of added tokens and t
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Merge the directory's files into the form of a modern tokenizer_config.json."""
+    """Return the settings in all of the directory's files, in the format of a modern tokenizer_config.json."""
     config = read_json(directory / "tokenizer_config.json") or {}
     if not config.get("tokenizer_class"):
         model = read_json(directory / "config.json") or {}
@@ -94,7 +94,7 @@ def _added_token(token: Any, special: bool) -> AddedToken:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the config's tokens to the backend as HF does and return its special tokens by name."""
+    """Add the config's tokens to the backend, as HF does; return the special tokens by name."""
     named = {name: config[name] for name in _SPECIAL_NAMES if config.get(name) is not None}
     additional = list(config.get("additional_special_tokens") or ())
     for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
@@ -115,7 +115,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # One call per run of equal flags, because the order determines the ids and older add_tokens ignore `special`.
+    # One call for each run of special or other tokens: their order determines ids, and old add_tokens ignore `special`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")

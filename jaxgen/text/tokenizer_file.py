@@ -19,13 +19,13 @@ import tokenizers
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
-LARGEST = 50_000_000  # maximum bytes in a file; the largest known file has 35 MB
+LARGEST = 50_000_000  # maximum bytes in a file; the largest known file is 35 MB
 _MOST_ADDED = 1000  # tokens added around the text, such as BOS and EOS
 _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the text
 
-# Matches an escape, a character class (neither contains operators) or any other character.
+# Matches an escape, a character class or any other character. Escapes and classes contain no operators.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate this table. The table's key may contain escapes.
+# The Rust library does not validate the table with this key. A file may write the key with escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
@@ -88,7 +88,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """If the block fails, discard what it wrote to stderr: Rust prints panics, which are reported as errors anyway."""
+    """Discard what a failing block writes to stderr: Rust prints panics, but they are reported as errors anyway."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed
@@ -145,7 +145,7 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 def _is_explosive(pattern: str) -> bool:
     """Return True if a group that contains `|`, `*`, `+` or `{` is repeated: matching can take exponential time."""
-    inner = [False]  # for each open group, True if it contains one of these characters
+    inner = [False]  # for each open group, True if it contains `|`, `*`, `+` or `{`
     closed = False  # True if the group that has just ended contains one
     for token in _REGEX.findall(pattern):
         if token in "*+{" and closed:

@@ -23,7 +23,7 @@ def encoded(source: str, text: str) -> bytes:
     """Encode text as UTF-8.
 
     Raises:
-        InputError: the text contains half of a surrogate pair; the message begins with `source`.
+        InputError: the text contains an unpaired surrogate; the message begins with `source`.
     """
     try:
         return text.encode("utf-8")
@@ -32,7 +32,7 @@ def encoded(source: str, text: str) -> bytes:
 
 
 def text_lines(source: str, data: bytes) -> list[tuple[int, str]]:
-    """Return the non-empty lines with their numbers, starting at 1.
+    """Return the lines that are not blank, each with its number, counted from 1.
 
     Lines end only at `\\n` or `\\r\\n`; other separators, such as U+2028, are part of the text. A byte-order mark at
     the beginning is skipped.

@@ -1,4 +1,4 @@
-"""A training run's state on disk. Each process writes its parts. If a write is killed, the previous state is kept."""
+"""A training run's state on disk. Each process writes its part. A killed write leaves the previous state intact."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def has_state(directory: Path, settings: str) -> bool:
 
 
 def read_state(directory: Path, like: State) -> State:
-    """Read the state that `write_state` wrote, onto the devices in `like`.
+    """Read the state that `write_state` wrote, and place its arrays on the devices given by `like`.
 
     Args:
         directory: as in `write_state`.

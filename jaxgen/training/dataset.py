@@ -35,9 +35,8 @@ def text_example(tokenizer: Tokenizer, text: str) -> Example:
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
     """Return the example for a conversation. Only the assistant's answers, with their end tokens, have labels.
 
-    The ids are those of the whole conversation, except that no token spans the boundary between a question and its
-    answer, because a question's tokens are fixed before its answer is generated. Messages after the last answer are
-    left out.
+    The ids encode the whole conversation, but no token spans the boundary between a question and its answer: when an
+    answer is generated, the question's tokens are already fixed. Messages after the last answer are left out.
 
     Raises:
         InputError: the conversation has no answer or begins with an answer, or the template renders the same beginning
@@ -123,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` after `before`; if a token would span the boundary, encode `text` by itself."""
+    """Return the ids of `text` as it follows `before`; if a token would span the boundary, encode `text` by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -132,7 +131,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens; each goes into the first of the last 64 rows that has enough space.
+    """Pack examples into rows of `width` tokens; each goes into the first row with enough space among the last 64.
 
     Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
@@ -167,7 +166,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
         for number, example in enumerate(examples, start=1):
             end = start + len(example.ids)
             ids[row, start:end] = example.ids
-            labels[row, start + 1 : end] = example.labels[1:]  # the token before a text does not predict its start
+            labels[row, start + 1 : end] = example.labels[1:]  # a text's first token is not predicted from another text
             segments[row, start:end] = number
             start = end
     return TrainBatch(ids, labels, segments)
@@ -176,7 +175,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return a function `batches(step)` that returns `rows` rows of the data, in a new order in each epoch.
 
-    A batch depends only on `step` and the arguments. The last batch of an epoch is completed with rows of the next.
+    A batch depends only on `step` and the arguments. If an epoch's last batch is not full, rows of the next fill it.
 
     Raises:
         InputError: there is no data, or `rows` is less than 1.

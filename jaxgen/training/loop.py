@@ -44,9 +44,9 @@ class TrainConfig:
         b1: AdamW's b1.
         b2: AdamW's b2.
         eps: AdamW's eps.
-        weight_decay: AdamW's weight decay, applied only to matrices, not to biases and norms.
+        weight_decay: AdamW's weight decay, applied only to matrices, not to biases or norms.
         clip: the maximum global norm of the gradient.
-        accumulate: the number of equal micro-batches per step; the gradient is still that of the whole batch.
+        accumulate: the number of equal micro-batches in a batch; the gradient is that of the whole batch.
         dtype: the dtype of the forward and backward passes; the trained weights stay float32.
         remat: recompute each layer in the backward pass, which saves memory but takes more time.
         lora_scale: the factor applied to low-rank updates, if they are trained.
@@ -141,7 +141,7 @@ class TrainBatch:
         ids: int32[R, T].
         labels: int32[R, T]. A label is the token's id, or -100 if the token does not contribute to the loss because it
             is padding, a text's first token, or part of a question.
-        segments: int32[R, T], the index, from 1, of the token's text within the row; 0 for padding at the row's end.
+        segments: int32[R, T], the number of the token's text within the row, from 1; 0 for padding at the row's end.
     """
 
     ids: jax.Array | np.ndarray
@@ -253,7 +253,7 @@ def train(
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
-        directory: the state is saved here every `save_every` steps. Several processes save it in parts, so they must
+        directory: the state is saved here every `save_every` steps. Each process saves its own part, so all must
             share the directory. A killed run resumes from this state, with bit-identical results.
         run: identifies everything else that the result depends on. A state from a different run is an error.
         save_every: the number of steps between saved states.
@@ -262,7 +262,7 @@ def train(
 
     Raises:
         InputError: the state in `directory` is from a run with different settings, or is damaged.
-        ConfigError: the settings made the loss infinite or NaN.
+        ConfigError: the loss became infinite or NaN.
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
@@ -303,7 +303,7 @@ def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
 
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
-    """Return the mean cross-entropy per label of `data`; compute it in `dtype` for `rows` rows at a time."""
+    """Return the mean cross-entropy per label of `data`, computed in `dtype` with `rows` rows at a time."""
     lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # add empty rows to the last batch, so that one program suffices
     ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
     labels = np.pad(data.labels, lacking, constant_values=-100)

@@ -11,7 +11,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import FUSED
 from jaxgen.model.lowrank import LowRank
 
-# The projections of every layer. The embeddings and the head stay unchanged.
+# The projections of every layer. Embeddings and the head never get updates.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -49,14 +49,14 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
 
 def attach(params, updates, scale: float):
-    """Return `params` with each updated weight replaced by a `LowRank`, which never computes W + BA."""
+    """Return `params` with each weight that has updates replaced by a `LowRank`, which never computes W + B A."""
     if set(updates) == {"a", "b"}:
         return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
     return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}
 
 
 def merge(params, updates, scale: float):
-    """Return `params` with the updates added to their weights, in the weights' dtype."""
+    """Return `params` with the updates added to the weights, which keep their dtype."""
     if set(updates) == {"a", "b"}:
         weight = params["weight"]
         change = jnp.matmul(updates["b"], updates["a"], precision=jax.lax.Precision.HIGHEST) * scale

@@ -1,8 +1,8 @@
 """Objectives for policy-gradient training (GRPO, PPO, DAPO) as pure functions of log-probabilities.
 
-B is the number of answers, G the number of answers per prompt, and N the number of columns of tokens. Masks are True
-for generated tokens. All log-probabilities refer to the distribution from which tokens were sampled. `generate` returns
-them with `output_logprobs="scores"`, and `score(..., of="scores")` computes them for the parameters being trained.
+B is the number of answers, G the number of answers per prompt, and N the width to which answers are padded. Masks are
+True for generated tokens. Log-probabilities are those of the distribution that tokens are sampled from: `generate` with
+`output_logprobs="scores"` returns them, and `score(..., of="scores")` computes them for the parameters being trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps:
         eps: added to the standard deviation.
 
     Returns:
-        float32[B]; 0 for all answers in a group with equal rewards.
+        float32[B]; 0 for every answer in a group whose rewards are all equal.
     """
     if group < 2:
         raise ConfigError(f"group must be at least 2, got {group}: a single answer cannot be compared with others")
@@ -73,12 +73,12 @@ def clipped_objective(
 def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2.0) -> jax.Array:
     """Return the truncated importance weight of each token: min(exp(trainer - sampler), most), without gradients.
 
-    The weight corrects for a sampler whose log-probabilities differ from the trainer's, for example because it rounds
-    differently or has older weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
+    The weight corrects for a sampler whose log-probabilities differ from the trainer's, for example because the
+    sampler rounds differently or uses older weights (Ionides 2008, Truncated Importance Sampling; also in verl).
 
     Args:
-        trainer: float32[B, N], log-probabilities that the trainer computed with the parameters that sampled the tokens.
-        sampler: float32[B, N], log-probabilities that the sampler computed.
+        trainer: float32[B, N], the trainer's log-probabilities at the start of the step.
+        sampler: float32[B, N], the sampler's log-probabilities.
         most: the maximum weight.
     """
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(_bounded(trainer - sampler)), most))
@@ -104,7 +104,7 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
 
 
 def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean over all answers' tokens as float32[]. This is DAPO's loss, in which long answers count more.
+    """Return the mean over all answers' tokens as float32[]. DAPO averages its loss this way: long answers count more.
 
     The mean is 0 if there are no tokens.
     """
@@ -113,7 +113,7 @@ def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean of the answers' token means as float32[]. This is GRPO's loss (arXiv 2402.03300).
+    """Average over each answer's tokens, then over answers; return float32[]. GRPO does this (arXiv 2402.03300).
 
     Answers without tokens are left out. If no answer has tokens, the mean is 0.
     """

@@ -12,7 +12,7 @@ from tests.support.tokenizers import byte_level_backend, save
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """Save a counting model: "B" follows "A", and every token after the first 64 is followed by token 0, "!"."""
+    """Save a counting model: "B" follows "A", and any token with an id of 64 or more is followed by "!", token 0."""
     folder = tmp_path_factory.mktemp("command") / "counting"
     cfg = counting_config(vocab_size=len(Tokenizer(byte_level_backend())))
     save_hf(counting_params(cfg), cfg, folder)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Prints "!" when Python has started and is about to run our first line.
+# Prints "!" just before it calls `main`.
 START = "import sys; from jaxgen.__main__ import main; sys.stderr.write('!'); sys.stderr.flush(); main()"
 
 
 def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
-    """Start the command, which would run for a long time, and interrupt it `after` seconds after its first line."""
+    """Start the command, which would run for a long time, and interrupt it `after` seconds after it prints "!"."""
     words = ["--model", str(checkpoint), "--input", "-", "--max-new-tokens", "200", "--slots", "1"]
     pipe = subprocess.PIPE
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -34,7 +34,7 @@ def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
 def check(checkpoint, programs, count: int, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(count):
-        # Half of the interrupts come while Python is importing modules, where an extension could raise the exception.
+        # Half of the interrupts come while Python is importing modules, where an extension could raise the interrupt.
         after = rng.uniform(0, 0.5) if number % 2 else rng.uniform(0, 4)
         status, out, err = interrupted(checkpoint, programs, after)
         assert (status, err) == (-signal.SIGINT, ""), f"after {after:.4f} s: {status} {err}"

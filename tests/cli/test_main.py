@@ -22,7 +22,7 @@ from tests.support.tokenizers import CHATML, byte_level_backend, save
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Options for sampling. All calls with them share one program, because temperature, seed and length are arguments.
+# Options for sampling. All calls with them share one program, whose arguments include temperature, seed and length.
 DRAWN = ("--dtype", "bfloat16", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
 
 

@@ -211,7 +211,7 @@ class TestInterruptions:
 
         answered = [{"index": index, "answers": entries(whole.decode())[2 * index :][:2]} for index in range(10)]
         every = "".join(json.dumps(line) + "\n" for line in answered)
-        partial.write_bytes(lines[0] + every.encode())  # the run only merges, without reading the weights
+        partial.write_bytes(lines[0] + every.encode())  # every prompt is answered, so the weights are not read
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         assert run(*options)[0] == 0
         assert target.read_bytes() == whole
@@ -308,7 +308,7 @@ class TestShards:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_killed_processes(run, drawn, tmp_path, programs, dtype):
-    """`python -m tests.support.answers` kills as many processes as you ask for, with any options."""
+    """For more kills, or with other options, run `python -m tests.support.answers`."""
     options = [*map(str, drawn), "--dtype", dtype, "--max-new-tokens", "100", "--slots", "4"]
     assert run(*options, "--output", tmp_path / "whole")[0] == 0
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

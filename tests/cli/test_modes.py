@@ -38,7 +38,7 @@ def ending(copy):
 
 @pytest.fixture
 def say(run, talking, monkeypatch):
-    """Return a function that holds a conversation with these lines and returns the status, the answers and stderr."""
+    """Return a function that types a text into a chat and returns the status, the answers and stderr."""
 
     def say(text, *options):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -48,7 +48,7 @@ def say(run, talking, monkeypatch):
 
 
 class TestChat:
-    # The model counts: the newline that ends a prompt is followed by "!" and so on, whatever the prompt is.
+    # The model counts from the newline that ends every prompt, so all answers begin with "!".
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
     @pytest.mark.slow
     def test_turns(self, say, turns):

@@ -48,7 +48,7 @@ def test_a_service_from_start_to_end(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         found = (re.search(r"mine at (http://127\.0\.0\.1:\d+/v1)", line) for line in process.stderr)
-        url = next(filter(None, found))  # no more lines follow if the process exits
+        url = next(filter(None, found))  # raises StopIteration if the process exits first
         with httpx.Client(base_url=url[1], headers={"Authorization": "Bearer two"}, timeout=60) as http:
             [card] = http.get("/models").json()["data"]
             assert (card["id"], card["max_model_len"]) == ("mine", 640)

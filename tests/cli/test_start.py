@@ -63,7 +63,7 @@ def test_a_first_answer_needs_three_programs(run):
     jax.clear_caches()
     with compilations() as count:
         assert run("Tell me a story about an owl", "-n", 4)[0] == 0
-    assert count == [3]  # for prefill and the first token, for the other steps, and for the end
+    assert count == [3]  # one for prefill and the first token, one for the other steps, and one for the end
 
 
 def test_the_key_is_jaxs():
@@ -106,7 +106,7 @@ def test_a_stdout_that_cannot_be_written():
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "jaxgen: error: No space left on device\n")
     closed = subprocess.run(["sh", "-c", f"{sys.executable} -m jaxgen --version >&-"], cwd=ROOT, capture_output=True)
-    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # this is what argparse does
+    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # argparse then prints to stderr
     begin = subprocess.run(
         ["sh", "-c", f"{sys.executable} -m jaxgen --help | head -c 1"], cwd=ROOT, capture_output=True
     )

@@ -23,7 +23,7 @@ def talking(copy):
 
 @pytest.fixture
 def start(request, programs, tmp_path):
-    """Return a function that starts the command in a terminal, without a cache in tests that need slow compilation."""
+    """Return a function that starts the command in a terminal; compilation is slow in tests that interrupt it."""
     slow = {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": ""}
     kept = slow if "compiling" in request.node.name else programs
 
@@ -77,7 +77,7 @@ def test_interrupts(start, talking, moment):
     with start("--model", talking, "--chat") as terminal:
         terminal.wait_for(moment)
         terminal.interrupt()
-        terminal.type("\x04")  # on a busy machine the answer may end before the interrupt, and the prompt is then shown
+        terminal.type("\x04")  # ends the chat if it had already started, as on a busy machine
         status = terminal.end()
         assert status == (0 if "/exit quits" in terminal.output else -signal.SIGINT)
         assert "Traceback" not in terminal.output
@@ -90,7 +90,7 @@ def test_interrupts_while_compiling(start, talking):
             terminal.wait_for(PROMPT)
             terminal.type("A\n")
             terminal.wait_for("compiling")
-            time.sleep(0.3)  # until the compiler is running
+            time.sleep(0.3)  # so that the compiler is running
             key()
         assert "the message was dropped" in terminal.output
         assert terminal.end() == -signal.SIGQUIT

@@ -15,7 +15,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import Option
 from tests.support.models import model_config
 
-# Every field of transformers 4.41.1 with its default.
+# Every field of transformers 4.41.1's GenerationConfig, with its default.
 DEFAULTS_441 = {
     "max_length": 20, "max_new_tokens": None, "min_length": 0, "min_new_tokens": None, "early_stopping": False,
     "max_time": None, "stop_strings": None, "do_sample": False, "num_beams": 1, "num_beam_groups": 1,
@@ -52,7 +52,7 @@ def test_an_eos_token_outside_the_vocabulary_is_refused_if_the_user_sets_it():
     cfg = GenerationConfig(model=model, eos_token_id=[1, 49])
     with pytest.raises(ConfigError, match="the vocabulary is 0 to 29"):
         cfg.replace(model=smaller)
-    stray = GenerationConfig.from_hf({"eos_token_id": 50}, model)  # some checkpoints do this
+    stray = GenerationConfig.from_hf({"eos_token_id": 50}, model)  # some checkpoints have such an id
     assert stray.replace(temperature=0.5, do_sample=True).eos_token_id == 50
     assert jax.tree.map(lambda leaf: leaf, stray) == stray
 
@@ -404,7 +404,7 @@ def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
     assert jax.tree.leaves(GenerationConfig(**{name: per_prompt}).replace(top_k=0))[-1].shape[0] == 2
     with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
         GenerationConfig(**{name: per_prompt}).to_hf()
-    # jit returns the same config, and its fields can still be set.
+    # A config that jit returns equals the original, and its fields can still be set.
     for given in (cfg, GenerationConfig(**{name: per_prompt})):
         through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(given)
         assert through.replace(temperature=1.0) == given
@@ -436,7 +436,7 @@ def test_every_record_is_consistent(option):
 
 
 class Placeholder:
-    """A stand-in for an array, like those that jax uses to describe a program's arguments."""
+    """A stand-in for an array, like the objects with which jax describes a program's arguments."""
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS.values() if o.kind.traced and o.examples], ids=lambda o: o.name)

@@ -34,7 +34,7 @@ def run(prompt=3, **fields):
 
 
 def tokens(*expected):
-    """Return a check that the option changes the tokens from 4, 5, 6, 7 to these."""
+    """Return a check that the option changes the tokens from 4, 5, 6, 7 to `expected`."""
     return lambda out: generated(out, 0) == list(expected)
 
 
@@ -65,7 +65,7 @@ WORKS = {
     "top_h": (SAMPLED | {"top_h": 0.5}, kept(1)),
     "repetition_penalty": ({"prompt": [4, 3], "repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
     "encoder_repetition_penalty": ({"prompt": [5, 3], "encoder_repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
-    # Negative values make the first generated token more likely. Tokens of the prompt, like 9, are not counted.
+    # Negative penalties make generated tokens more likely, so 4 is repeated. The prompt's tokens, like 9, do not count.
     "frequency_penalty": ({"prompt": [9, 3], "frequency_penalty": -30.0}, tokens(4, 4, 4, 4)),
     "presence_penalty": ({"prompt": [9, 3], "presence_penalty": -30.0}, tokens(4, 4, 4, 4)),
     "no_repeat_ngram_size": ({"prompt": [3, 4, 3], "no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
@@ -90,7 +90,7 @@ WORKS = {
     "forced_decoder_ids": ({"forced_decoder_ids": [[2, 20]]}, tokens(4, 20, 21, 22)),
     "sequence_bias": ({"sequence_bias": {(4, 6): 15.0, (8,): -15.0}}, tokens(4, 6, 7, 9)),
     "guidance_scale": (
-        # The negative prompt is the last token. Here the prompt has no other, so guidance only normalizes the scores.
+        # The negative prompt is the last token, here the whole prompt, so guidance only normalizes the scores.
         {"guidance_scale": 1.5, "output_scores": True},
         lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-5)),
     ),
@@ -178,7 +178,7 @@ REFUSED = {
     "max_cache_len": ({"max_cache_len": 9}, ConfigError),
     "return_legacy_cache": ({"return_legacy_cache": True}, ConfigError),
 }
-# Options that are read by modes other than greedy search.
+# Options that only modes other than greedy search read.
 WARNED = {
     "early_stopping": True,
     "length_penalty": 2.0,
@@ -220,7 +220,7 @@ def test_without_jit():
         assert tokens(4, 5, 6, 7)(run(**SAMPLED | {"top_k": 1}))
 
 
-@pytest.mark.slow  # most of them compile their own programs
+@pytest.mark.slow  # most cases compile their own programs
 @pytest.mark.parametrize(("name", "case"), WORKS.items(), ids=WORKS)
 def test_works(name, case):
     fields, holds = case
@@ -291,7 +291,7 @@ def test_stop_strings_for_a_different_number_of_prompts_are_refused():
         generate(PARAMS, [[3]], None, cfg, tokenizer=byte_level())
 
 
-# One group contains the sampling options, and three contain others. Most options are off for the second prompt.
+# Options with a value for each of three prompts. Most options are off for the second prompt.
 PER_PROMPT = {
     "sampling": {
         "do_sample": True,

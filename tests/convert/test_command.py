@@ -79,7 +79,7 @@ def test_bad_input_as_a_process():
     assert "convert.hub.local_directory" in err
 
 
-# A process that keeps reading a checkpoint while its stdin is open.
+# A program that keeps reading a checkpoint while its stdin is open.
 READING = """
 import sys
 import convert.__main__ as command

@@ -78,7 +78,7 @@ def test_there_are_enough_templates():
     assert len(HOSTILE) >= 60
 
 
-# Functions that the generated cases rely on
+# Tests of functions that the generated cases rely on
 
 
 def test_one_line():

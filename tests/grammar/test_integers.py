@@ -1,4 +1,4 @@
-"""Ranges of integers, checked by comparing numbers and with the library jsonschema."""
+"""Integer ranges, checked against numeric comparisons and against the jsonschema library."""
 
 import json
 

@@ -98,7 +98,7 @@ CASES: list[tuple[Any, Any]] = [
 
 
 def texts(automaton, count, rng):
-    """Yield texts from random walks that, after forty bytes, take the shortest way to an end."""
+    """Yield texts from random walks that, after forty bytes, take the shortest path to an accepting state."""
     table, accepting = automaton.table, automaton.accepting
     source, target = edges(table)
     distance = distances(accepting, target, source)

@@ -1,4 +1,4 @@
-"""The bundled model's text under random schemas, one per prompt, validated by the library jsonschema."""
+"""Text of the bundled model under random schemas, one per prompt, validated with the jsonschema library."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.grammar.test_json_schema import compile_schema, texts
 from tests.support.schemas import RandomSchemas, problem
 
 ROWS, BUDGET = 50, 256
-# Some random schemas are rejected because of a oneOf, their size, or what they recursively require.
+# A random schema may be rejected because of a oneOf, because it is too large, or because it requires endless recursion.
 EXPECTED = re.compile("may also be valid against|matches no text|is too large|of its recursion")
 
 

@@ -36,7 +36,7 @@ def tokenizer_of_bytes(tokens: list[bytes]) -> Tokenizer:
 
 @jax.jit
 def run(stop: StopStrings, ids, prompt_length):
-    """Return whether each row stops at each column, bool[rows, W]. Columns before `prompt_length` are not pushed."""
+    """Return bool[rows, W]: whether each row stops at each column. Within the prompt, this is False."""
 
     def step(state, inputs):
         column, tokens = inputs
@@ -50,7 +50,7 @@ def run(stop: StopStrings, ids, prompt_length):
 
 
 def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: int = 48) -> list[list[int]]:
-    """Return, for each row, after how many tokens it stops. Padding has the id -1 and no text."""
+    """Return the numbers of tokens after which each row stops. Padding has the id -1 and no text."""
     ids = np.full((len(rows), width), -1, np.int32)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -59,7 +59,7 @@ def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: i
 
 
 def expected(strings: list[str], tokens: list[bytes], prompt: int = 0) -> list[int]:
-    """Return the n for which a stop string ends within the n-th token, found with Python's `endswith`."""
+    """Return every n for which a stop string ends within the n-th token, according to Python's `endswith`."""
     result = []
     for n in range(prompt + 1, len(tokens) + 1):
         before, text = len(b"".join(tokens[: n - 1])), b"".join(tokens[:n])
@@ -91,7 +91,7 @@ STRING = st.text("abé", min_size=1, max_size=7)
 
 
 def cut(draw, text: bytes) -> list[int]:
-    """Return the ids of a text that is randomly cut into tokens of one and two bytes."""
+    """Return the ids of a text that is randomly cut into tokens of one or two bytes."""
     ids = []
     while text:
         size = draw(st.integers(1, min(2, len(text))))
@@ -128,7 +128,7 @@ class TestText:
         assert len(ids) == 6
         assert stops(StopStrings.build(["€"], tok), [ids], [0]) == [[4]]
         assert stops(StopStrings.build(["é"], tok), [ids], [3]) == [[6]]
-        # "é" is C3 A9; the bytes C3 of "Ã" and A9 of "©" are not adjacent
+        # "é" is C3 A9; "Ã" begins with C3 and "©" ends with A9, but these bytes are not adjacent
         assert stops(StopStrings.build(["é"], tok), [tok.encode("Ã©")], [0]) == [[]]
 
     def test_special_tokens_have_their_name_for_text(self):
@@ -220,7 +220,7 @@ SETS = [["ab"], None, ["éa", "b"], ["ab"], ["ba", "aé", "é"], None]
 
 
 def form(tree):
-    """Return shapes and types, which decide whether a jitted function is traced again."""
+    """Return the arrays' shapes and types. If they change, a jitted function is traced again."""
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
 

@@ -287,7 +287,7 @@ def test_adding_compiles_nothing(tok):
 
 
 def test_a_start_state_without_predecessors_is_not_overwritten(tok):
-    """The start of prefixes can be the state with the highest index."""
+    """In an automaton built from prefixes, the start state can have the highest index."""
     parts = [TokenAutomaton.from_prefixes(["a"], tok), automaton_of("b", tok), automaton_of("", tok)]
     table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 64)), []
     for part in [*parts, *parts[::-1]]:

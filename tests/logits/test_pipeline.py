@@ -120,7 +120,7 @@ WARPING = {
 
 @pytest.mark.parametrize("name", WARPING)
 def test_warpers_leave_the_given_token(name):
-    """The given token's score is only divided by the temperature. Other tokens are removed as usual; bans remain."""
+    """The given token's score is only divided by the temperature, unless it is banned. Others are removed as usual."""
     scores = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     scores[[0, 1], [0, 1]] = 4.0  # these are never removed
     history = history_of(np.zeros((8, 1), np.int32), np.ones(8, np.int32), vocab=8)

@@ -21,7 +21,7 @@ ROWS, VOCAB, WIDTH = 3, 11, 9
 BANNED = -np.inf
 VALUES = st.floats(-20, 20, width=32, allow_subnormal=False)
 SCORES = hnp.arrays(np.float32, (ROWS, VOCAB), elements=VALUES | st.sampled_from([0.0, BANNED]))
-# Mostly a few different tokens, so that there are many repetitions. Other tokens can occur too.
+# Most tokens are 0, 1 or 2, so that there are many repetitions.
 IDS = hnp.arrays(np.int32, (ROWS, WIDTH), elements=st.integers(0, 2) | st.integers(0, VOCAB - 1))
 LENGTHS = hnp.arrays(np.int32, ROWS, elements=st.integers(0, WIDTH))
 SETS = hnp.arrays(bool, (ROWS, VOCAB))
@@ -76,7 +76,7 @@ def tables(biases, entries=4, width=4):
 
 
 def shared(biases, rows=ROWS, **sizes):
-    """Return the same tables for each row."""
+    """Return the tables of `biases`, repeated for each row."""
     return [np.stack([array] * rows) for array in tables(biases, **sizes)]
 
 
@@ -84,7 +84,7 @@ def shared(biases, rows=ROWS, **sizes):
 
 
 def biased(row, tokens, biases):
-    """Return one row of scores plus the biases of all sequences whose beginning matches its last tokens."""
+    """Add each sequence's bias to the score of its last token if its other tokens are the last ones of `tokens`."""
     out = row.astype(np.float64)
     banned = set()
     for (*start, last), bias in biases.items():
@@ -276,7 +276,7 @@ def test_diversity_penalty_counts_what_earlier_groups_chose():
 
 @pytest.mark.slow
 def test_penalties_of_generated_tokens_end_a_repetition():
-    # The most likely next token is the last token again. Its successor is the second most likely.
+    # The most likely next token is the last token again; the second most likely is the last token plus one.
     cfg = counting_config(max_new_tokens=6, pad_token_id=0)
     params = counting_params(cfg)
     weight = params["lm_head"]["weight"]

@@ -98,7 +98,7 @@ def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
 def test_min_p_keeps_what_is_likely_enough(scores, p, keep):
-    scores = scores + 0.0  # top_k would order -0.0 before 0.0
+    scores = scores + 0.0  # no -0.0, which top_k considers less than 0.0
     out = kept(min_p(scores, np.float32(p), keep))
     for row, got in zip(scores, out, strict=True):
         ratio = np.exp(row.astype(np.float64) - row.max())
@@ -209,7 +209,7 @@ def test_a_value_per_row():
         (typical_p, column),
         (epsilon_cutoff, cutoff),
         (eta_cutoff, cutoff),
-        (top_h, column),  # 1.0 keeps 100 tokens, more than VOCAB
+        (top_h, column),  # 1.0 keeps up to 100 tokens, which is more than VOCAB
     ):
         together = warp(scores, values)
         for row in range(4):
@@ -246,7 +246,7 @@ def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
 
 
 def test_top_p_of_a_row_does_not_depend_on_the_others():
-    """The flat row is bisected. The other rows' boundary is among the candidates, at the limit of rounding."""
+    """Only the flat row is bisected. In the other rows, the boundary is a candidate, and rounding could move it."""
     scores = np.round(np.random.default_rng(0).normal(size=(500, 1024)) * 8, 1).astype(np.float32)
     p = np.float32(0.9999)
     beside = top_p(np.concatenate([scores, np.zeros((1, 1024), np.float32)]), p)[:-1]
@@ -295,7 +295,7 @@ def test_typical_is_exact_in_a_large_vocabulary_with_ties():
 # --- Recorded results of transformers' classes --------------------------------------------------------------------
 
 
-# Cases that the config rejects before these functions are called, and a case of beam groups.
+# Cases that are not run here: they are rejected before these functions are called, or they need groups of beams.
 ELSEWHERE = {
     "temperature=2 (int)",
     "temperature=0.0",
@@ -305,7 +305,7 @@ ELSEWHERE = {
     "prefix_allowed fn -> []",
     "hamming penalty=.5, 4 beams, 2 groups, group 1",
 }
-# Cases that later releases corrected: each (row, token, score) that differs from the recorded values.
+# Cases that later releases corrected, with the scores that differ from the recorded ones: (row, token, score).
 CORRECTED = {
     "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": [(1, 1, -0.2 / 1.3), (1, 5, 0.9 * 1.3)],
     "sequence_bias len == cur_len+1 (4.41.1 skips although the prefix is there)": [(0, 1, 5.0), (1, 1, 3.8)],
@@ -349,7 +349,7 @@ def by_name(name, scores, ids, length):
         "min_new_tokens=2,prompt=4,eos=3": lambda: run(prompt_length=4, min_new_tokens=2, eos_token_id=3),
         "encoder_repetition_penalty=1.3 enc=[[1,5],[2,4]]": lambda: encoder_penalty([[1, 5], [2, 4]]),
         "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": lambda: encoder_penalty([[1, 5]] * 2),
-        # The recorded ids are separate from the prompt, but here they must follow it.
+        # The recorded ids do not include the prompt, but here they must follow it.
         "encoder_no_repeat_ngram=2 enc=[[3,1,3,2],[7,0,7,5]]": lambda: run(
             prompt_length=4, ids=np.concatenate([prompt, ids], axis=1), encoder_no_repeat_ngram_size=2
         ),

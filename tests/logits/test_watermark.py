@@ -1,4 +1,4 @@
-"""The watermark: the hash looks random, and only watermarked text is detected."""
+"""Tests that the watermark's hash looks random, and that only watermarked text is detected."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_lists_of_neighboring_contexts_vary_like_random_ones(scheme, width):
     contexts, tokens = np.arange(400)[:, None, None] + np.arange(width), np.arange(4000)[None, :]
     sizes = [green(contexts, tokens, config(scheme, width, hashing_key=key)).sum(axis=1) for key in range(5)]
     deviations = (np.ravel(sizes) - 1000) / math.sqrt(4000 * 0.25 * 0.75)
-    # With "selfhash", a third of the tokens get their color from themselves, so the lists overlap.
+    # With "selfhash", the color of a third of the tokens depends only on the token, so the lists of contexts overlap.
     assert (0.95 if scheme == "lefthash" else 0.6) < deviations.std() < 1.05
     assert np.mean(np.abs(deviations) > 3) < 0.006
 
@@ -164,7 +164,7 @@ def test_nothing_is_sorted():
     scores, ids, length = jnp.zeros((2, 300)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     for scheme, width in SCHEMES:
         program = str(jax.make_jaxpr(watermarked)(scores, ids, length, config(scheme, width)))
-        assert "gather[" in program  # this is how primitives are printed
+        assert "gather[" in program  # the printed form of a primitive
         assert "sort[" not in program
         assert "top_k[" not in program
 
@@ -173,7 +173,7 @@ def test_nothing_is_sorted():
 
 
 def drawn(cfg, rows, steps, peak=0.0):
-    """Return text sampled with the watermark from even scores, or from scores with a few likely tokens."""
+    """Return text sampled with the watermark, from equal scores or, with a `peak`, with a few likely tokens."""
     logits = jax.random.normal(jax.random.key(1), (rows, 4 * VOCAB)) * peak
 
     def step(carry, key):
@@ -192,7 +192,7 @@ def test_marked_text_is_found_with_its_key_alone(scheme, width):
     text = drawn(cfg, rows=8, steps=80)
     out = WatermarkDetector(cfg)(text)
     assert out.prediction.all()
-    # With even scores, a green token is drawn with probability r e^b / (r e^b + 1 - r) = 0.71.
+    # With equal scores, a green token is drawn with probability r e^b / (r e^b + 1 - r) = 0.71.
     assert 0.66 < out.green_fraction.mean() < 0.76
     assert out.z_score.min() > 5
     for key in (15485862, 15485864, 15485863 + 2**31, 0):
@@ -245,7 +245,7 @@ def test_padding_and_bos_count_nothing(scheme, width):
     text = np.random.default_rng(0).integers(1, 50, (3, 20))
     detect = WatermarkDetector(config(scheme, width), bos_token_id=0)
     padded, mask = np.zeros((3, 30), np.int64), np.zeros((3, 30), np.int64)
-    columns = [np.arange(20), np.arange(10, 30), np.r_[0:7, 15:28]]  # padded on the right, left, and around a hole
+    columns = [np.arange(20), np.arange(10, 30), np.r_[0:7, 15:28]]  # padding on the right, on the left, in the middle
     for row, places in enumerate(columns):
         padded[row, places], mask[row, places] = text[row], 1
     begun = np.concatenate([np.zeros((3, 1), np.int64), text], axis=1)

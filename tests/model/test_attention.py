@@ -1,4 +1,4 @@
-"""The forms of attention, compared with plain NumPy over all pairs of tokens."""
+"""Each form of attention, compared with a NumPy reference that computes all pairs of tokens."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Use blocks of a few tokens for anything longer than four."""
+    """Compute inputs of more than four tokens in blocks of a few tokens."""
     sizes = {"AT_ONCE_QUERIES": 4, "AT_ONCE_SLOTS": 4, "FEW_QUERIES": 3, "QUERY_BLOCK": 4, "KEY_BLOCK": 5}
     sizes |= {"CPU_QUERY_BLOCK": 4, "CPU_KEY_BLOCK": 5}
     for name, size in (sizes | {"CAUSAL_BLOCK": 4, "ACCELERATOR_BLOCK": 8}).items():
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch):
 
 @dataclasses.dataclass
 class Case:
-    """Queries of `steps` tokens in rows with `shared` prefix slots and `slots` slots of their own, unevenly filled."""
+    """Rows with `steps` queries each, `shared` cache slots of a prefix, and `slots` of their own, unevenly filled."""
 
     steps: int
     slots: int
@@ -64,7 +64,7 @@ class Case:
         if self.hidden:
             orders = [np.where(rng.random(keys.shape) < 0.3, EMPTY, keys) for keys in orders]
         queries = (before + length - self.steps)[:, None] + np.arange(self.steps)
-        queries[1, :2] = -1  # padding: it may see nothing
+        queries[1, :2] = -1  # padding, which may see no key
         first = np.maximum(queries - 3, 0) if self.segments else None
         as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
         first = None if first is None else as_int(first)
@@ -100,7 +100,7 @@ FORMS = {
 
 
 def plain(q, parts, seen):
-    """Return attention over all pairs in float64, and bool[B, T]: which queries see any key."""
+    """Compute attention over all pairs in float64. Also return whether each query sees any key, bool[B, T]."""
     numbers = [[np.repeat(np.asarray(as_numbers(x, part.dtype), np.float64), ROWS // x.shape[0], axis=0)
                 for x in (part.keys, part.values)] for part in parts]  # fmt: skip
     k, v = (np.repeat(np.concatenate(x, axis=2), HEADS // KV_HEADS, axis=1) for x in zip(*numbers, strict=True))
@@ -145,7 +145,7 @@ def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_bloc
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_one_query_are_its_products(dtype):
-    """A GPU uses these sums."""
+    """On a GPU, these sums replace the products."""
     rng = np.random.default_rng(0)
     shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE), (ROWS, KV_HEADS, 9, SIZE)
     q, keys, values = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
@@ -158,7 +158,7 @@ def test_sums_of_one_query_are_its_products(dtype):
 
 @pytest.mark.parametrize(("steps", "slots", "products"), [(1, 1024, 0), (1, 1025, 1), (2, 9, 2)])
 def test_products_of_queries_on_a_gpu(steps, slots, products):
-    """Only the products of a single query become sums. Products with values do so only up to 1,024 slots."""
+    """Only a single query's products become sums. With more than 1,024 slots, only its products with keys do."""
     shapes = (ROWS, HEADS, steps, SIZE), (ROWS, KV_HEADS, slots, SIZE), (ROWS, KV_HEADS, slots, SIZE)
     q, keys, values = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     order = jax.ShapeDtypeStruct((ROWS, steps), jnp.int32)
@@ -217,7 +217,7 @@ def first_logits(ids, mask):
 
 
 def scores_after(ids, mask):
-    """Return the score of each token, from the state of the column before it."""
+    """Return, for each column, the log-probability of the token that follows it."""
     first = ids[:, :1], jnp.ones((2, 1), bool)
     more = [jnp.concatenate(pair, axis=1) for pair in zip((ids, mask), first, strict=True)]
     sizes = {"context": NO_CONTEXT, "model": WINDOWED, "chunk": 301}
@@ -234,7 +234,7 @@ PASSES = {
 
 @pytest.mark.parametrize("name", ["generate", "score_many", *slow("no cache", "from slot 0")])
 def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
-    """The model's outputs equal those of one block with all queries, with padding on either side."""
+    """Several blocks give the same outputs as a single block of all queries, with padding on either side."""
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 300)), jnp.int32)
     mask = np.ones((2, 300), bool)
     mask[0, :140] = mask[1, 250:] = False
@@ -256,7 +256,7 @@ def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
 
 
 def test_a_known_position_in_slots_that_rows_share(monkeypatch):
-    """In shared slots, a token's position is not its slot."""
+    """If rows share slots, a token's position differs from its slot."""
     monkeypatch.setattr(module, "_CAUSAL_BLOCK", 4)
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 12))
     cache = run(ids[:1, :3], cache=KVCache.create(WINDOWED, 1, 3)).cache.fork(2, 12, shared=True)

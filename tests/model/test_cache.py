@@ -1,4 +1,4 @@
-"""The cache: dtypes, writes, and selecting and inserting rows, compared with NumPy."""
+"""The cache, compared with NumPy: dtypes, writes, and the selection and insertion of rows."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ CFG = model_config()
 
 
 def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, dtype: str = "float32") -> KVCache:
-    """Return a cache of random numbers. With `copies`, return a fork of such a cache."""
+    """Return a cache of random numbers. If `copies` is not 0, return a fork of such a cache."""
     cache = KVCache.create(CFG, rows, slots, dtype)
     if copies:
         cache = dataclasses.replace(filled(rows, slots, seed=seed + 1, dtype=dtype)).fork(copies, own)

@@ -15,7 +15,7 @@ from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()
 PARAMS = random_params(CFG)
-# A float32 pass is within 2e-5 of a float64 pass, and passes of different shapes sum in different orders.
+# Float32 passes of different shapes sum in different orders, but each is within 2e-5 of a float64 pass.
 ROUNDING = 3e-5
 WINDOWED = model_config(use_sliding_window=True, sliding_window=4, max_window_layers=1)
 
@@ -162,7 +162,7 @@ def test_embeddings_in_place_of_ids():
 def test_positions_can_be_given():
     ids = tokens(1, 6)
     np.testing.assert_array_equal(run(ids, position_ids=jnp.arange(6)[None]).logits, run(ids).logits)
-    # RoPE is relative: shifting all positions changes nothing, but stretching them does.
+    # RoPE is relative: shifting all positions does not change the logits, but stretching them does.
     np.testing.assert_allclose(run(ids, position_ids=40 + jnp.arange(6)[None]).logits, run(ids).logits, atol=1e-4)
     assert float(jnp.max(jnp.abs(run(ids, position_ids=3 * jnp.arange(6)[None]).logits - run(ids).logits))) > 1e-2
 

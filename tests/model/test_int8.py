@@ -40,7 +40,7 @@ def test_products_are_those_of_the_matrix(dtype, count, divided):
     x = rows(count, dtype)
     exact = np.asarray(x, np.float64) @ matrix.T.astype(np.float64)
     found = np.asarray(jax.jit(lambda x, weight: weight.product(x, Context(divided)))(x, weight))
-    # An entry stored as two 8-bit numbers is off by at most 1/254**2 of the largest one. Sums add a few roundings.
+    # An entry stored as two 8-bit numbers is off by at most 1/254**2 of its row's largest. Sums add rounding errors.
     size = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) * np.abs(matrix).sum(axis=1)
     within = 1e-6 if dtype == jnp.float32 or count > 8 else 0.5 / 127 / 254
     assert np.all(np.abs(found - exact) <= (within + 1e-7) * size)
@@ -76,7 +76,7 @@ def test_a_row_alone_is_the_row_in_a_batch(dtype):
     x = rows(5, dtype)
     alone = jnp.concatenate([linear(x[n : n + 1], weight) for n in range(5)])
     differences = np.abs(np.asarray(linear(x, weight) - alone, np.float32))
-    # The order of a float32 sum of 64 products depends on the number of rows. Errors of five roundings have been seen.
+    # The order of a float32 sum of 64 products depends on the number of rows. Differences of five roundings were seen.
     size = np.abs(np.asarray(x, np.float32)) @ np.abs(matrix).T
     assert np.all(differences <= (8 * 2**-24 * size if dtype == jnp.float32 else 0))
 
@@ -106,7 +106,7 @@ def texts():
 
 
 def perplexity(params, cfg, batch) -> float:
-    scored = np.cumsum(batch.attention_mask, axis=1) * batch.attention_mask > 1  # the first token has no probability
+    scored = np.cumsum(batch.attention_mask, axis=1) * batch.attention_mask > 1  # the first token is not scored
     logprobs = score(params, batch.ids, cfg, attention_mask=batch.attention_mask).logprobs
     return float(np.exp(-np.asarray(logprobs)[scored].mean(dtype=np.float64)))
 

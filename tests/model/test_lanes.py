@@ -52,7 +52,7 @@ def test_rows_with_infinity_and_without_a_number(rows):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("columns", [896, 4864, 18944])
 def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
-    """The loop stores no converted weight, no packed weight, and no products that are yet to be summed."""
+    """The loop does not store converted weights, packed weights, or unsummed products."""
     weights = [jax.ShapeDtypeStruct((512, columns), dtype)] * 2
     x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
 
@@ -105,7 +105,7 @@ def test_gradients():
 def test_only_a_cpu_multiplies_in_lanes():
     x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
     for platform in ("cpu", "cuda", "tpu"):
-        for divided in (False, True, None):  # in the tests, a CPU is several devices
+        for divided in (False, True, None):  # in the tests, jax divides the CPU into several devices
             traced = jax.jit(linear).trace(x, weight, None, Context(divided))
             program = traced.lower(lowering_platforms=(platform,)).as_text()
             assert ("reduce_precision" in program) == (platform == "cpu" and divided is False)

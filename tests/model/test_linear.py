@@ -35,7 +35,7 @@ def test_product(shape, divided, dtype):
     ("columns", "in_parts", "parts"), [(8, True, 1), (24, True, 3), (25, True, 5), (23, True, 3), (24, False, 1)]
 )
 def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
-    """A GPU sums equal parts if a number of parts near the smallest divides the columns: 5 for 25, none for 23."""
+    """A GPU sums equal parts if a small number of parts divides the columns: 5 for 25, but 3 unequal ones for 23."""
     monkeypatch.setattr(workarounds, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
     row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))
@@ -86,7 +86,7 @@ def test_few_16_bit_rows_are_the_left_operand_unless_the_weight_is_narrow(rows, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_may_be_the_result_of_a_branch(dtype):
-    """In a branch, XLA before jax 0.10.1 swaps the operands despite the barrier, and then cannot multiply bfloat16."""
+    """Before jax 0.10.1, XLA swaps the operands in a branch despite the barrier, and then cannot multiply bfloat16."""
     x, weight = jnp.ones((3, 24), dtype), jnp.ones((40, 24), dtype)
     found = jax.jit(functools.partial(in_branch, functools.partial(product, context=Context(False))))(x, weight)
     np.testing.assert_array_equal(found, jnp.full((3, 40), 24.0))

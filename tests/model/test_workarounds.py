@@ -1,7 +1,7 @@
 """Workarounds for XLA's CPU compiler: what they compute, and what the compiler would do without them.
 
 If a test of the compiler fails, the compiler has improved. The workaround can be removed once the oldest supported jax
-release no longer needs it. A version number marks the first release that does not need the workaround.
+release no longer needs it. A version number in a test is the first release that does not need the workaround.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def test_gradients_of_recomputed_functions_equal_those_of_the_functions():
 
 
 def _layer_temporaries(steps: int) -> float:
-    """Return how many bytes the gradient stores per additional layer."""
+    """Return how many more bytes the gradient's program stores for each additional layer."""
     cfg = model_config(num_attention_heads=8, num_key_value_heads=2)
     ids = jax.ShapeDtypeStruct((1, steps), jnp.int32)
 
@@ -88,7 +88,7 @@ def test_a_layer_stores_scores_after_a_checkpoint(monkeypatch):
 
 
 def _steps(product, rows: int, dtype: str) -> int:
-    """Return the bytes that a loop over products with two weights stores."""
+    """Return how many bytes are stored by a loop that multiplies rows by two weights."""
 
     def steps(x, weights):
         def step(_, x):
@@ -145,7 +145,7 @@ def test_a_loop_stores_a_converted_table_without_a_branch():
 
 def test_a_loop_converts_a_cache_of_floats(monkeypatch):
     def conversions() -> int:
-        """Count the conversions of the whole cache to its own dtype, after the write."""
+        """Count how often the whole cache is converted to its own dtype after a write."""
 
         def steps(buffer, x):
             def step(slot, carry):

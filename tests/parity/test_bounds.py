@@ -1,7 +1,7 @@
-"""Warpers compared with transformers 4.41.1, for values from the smallest positive one to the last below the bound.
+"""Warpers compared with transformers 4.41.1, from the smallest positive value to the largest below the limit.
 
 Both libraries are checked against a float64 definition. They sum in float32, in different orders, so either may keep or
-remove a token whose exact value is within rounding of the bound: `MASS` for a sum of probabilities, and a relative
+remove a token whose exact value is within rounding of the threshold: `MASS` for a sum of probabilities, and a relative
 error of `RATIO` for a single one. torch's sums over 151,936 tokens are off by up to `OF_TORCH`. On a CPU, XLA's float32
 has no numbers between 0 and `TINY`.
 """
@@ -30,7 +30,7 @@ def goldens():
 
 
 def kept_by(name, scores, values, mesh=None):
-    """Return which tokens are kept for each value, bool[values, rows, V]. Warpers get the ids in random order."""
+    """Return bool[values, rows, V]: which tokens the warper keeps for each value, given the tokens in random order."""
     ids = np.random.default_rng(0).permutation(scores.shape[1])
     given, value = np.tile(scores[:, ids], (len(values), 1)), np.repeat(values, len(scores))[:, None]
     placed = given
@@ -45,7 +45,7 @@ def kept_by(name, scores, values, mesh=None):
 
 
 def definition(name, scores, counts, value, error):
-    """Return how many of the `counts` tokens with each distinct score must be kept, and how many may be kept."""
+    """Return, for each distinct score, how many of its `counts` tokens must be kept, and how many may be kept."""
     value = float(value)
     weights = np.exp(scores - scores.max())
     probs = np.maximum(weights / np.sum(weights * counts), 1e-300)
@@ -74,7 +74,7 @@ def definition(name, scores, counts, value, error):
 
 
 def check(name, scores, values, kept, error=MASS):
-    """Compare the tokens that are kept, bool[values, rows, V], with the definition."""
+    """Compare the kept tokens, bool[values, rows, V], with the definition."""
     for row, of_row in zip(scores, kept.swapaxes(0, 1), strict=True):
         finite = np.isfinite(row)
         different, first, counts = np.unique(row[finite].astype(np.float64), return_index=True, return_counts=True)
@@ -108,7 +108,7 @@ def test_top_h_keeps_one_token_to_all_100(vocab):
     scores = goldens()[f"{vocab}_scores"]
     kept = kept_by("top_h", scores, np.append(goldens()["values"], np.float32(1)))
     counts = kept.sum(axis=-1)
-    # A row with only one possible token has no entropy, so other tokens do not exceed any share of it.
+    # If only one token of a row is possible, the entropy is 0, and keeping more tokens does not exceed any share of it.
     first, second = np.sort(scores, axis=-1)[:, :-3:-1].T
     is_certain = np.exp(second - first) < np.finfo(np.float32).tiny
     assert np.all((counts[0] == 1) | is_certain)

@@ -20,7 +20,7 @@ BEAMS = read("beams", "group_beams", "constrained")
 OTHERS = read("assisted", "prompt_lookup", "contrastive")
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
 
-pytestmark = [  # random options and lengths can cause these
+pytestmark = [  # random options and lengths can cause these warnings
     pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
     pytest.mark.filterwarnings("ignore:.*cannot be reached"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
@@ -51,7 +51,7 @@ def test_beams(name, group):
             assert tokens[: len(sequence["tokens"])] == sequence["tokens"], f"case {number}, sequence {place}"
             assert [token in eos for token in tokens[len(sequence["tokens"]) :]] == [True] * sequence["ended"]
             np.testing.assert_allclose(out.sequences_scores[row], score, rtol=1e-4, atol=1e-4)
-            if name != "group_beams":  # 4.41.1 mixes up the indices of groups
+            if name != "group_beams":  # 4.41.1 mixes up the beam indices of groups
                 indices = np.asarray(out.beam_indices)[row, : len(tokens)] - number * cfg.num_beams
                 assert indices.tolist() == case["beam_indices"][place]
 

@@ -1,4 +1,4 @@
-"""Greedy search and processed scores for sets of options, compared with transformers 4.41.1: goldens/README.md."""
+"""Greedy tokens and processed scores for sets of options, compared with transformers 4.41.1 (goldens/README.md)."""
 
 import json
 
@@ -19,7 +19,7 @@ STEPS = (0, 2, 5)  # the steps with recorded scores
 NEAR_TIE = 1e-4  # if the best two scores of a step are closer than this, rounding may swap them
 GROUPS = json.loads((GOLDENS / "441" / "options.json").read_text())
 
-pytestmark = [  # random options and lengths can cause these
+pytestmark = [  # random options and lengths can cause these warnings
     pytest.mark.filterwarnings("ignore:.*cannot be reached"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
 ]
@@ -33,7 +33,7 @@ def groups():
 
 
 def allowed(prefix: list[int], row, last, vocab: int):
-    """Return the tokens that a table `[a, b, m]` allows in a row after a token, bool[..., V]."""
+    """Return bool[..., V]: the tokens that the table `[a, b, m]` allows in `row` after the token `last`."""
     a, b, m = prefix
     return (np.arange(vocab) + a * last + b * row) % m == 0
 
@@ -66,7 +66,7 @@ def test_few_cases_are_near_ties():
 
 
 def fixed_table(prefix: list[int], vocab: int):
-    """Return the table of `prefix` as a function from the history to bool[rows, V]."""
+    """Return a function from the history to the tokens that `prefix` allows, bool[rows, V]."""
 
     def table(history):
         row = jnp.arange(history.length.shape[0])[:, None]
@@ -113,16 +113,16 @@ def test_processed_scores_when_sampling(number, group):
 
     ours = np.asarray(run(cfg, ids, length, budget, tokens, logits, golden.get("uncond")))
     expected = golden["scores"]
-    # Which of several equal scores torch.sort kept is arbitrary, so only their number is compared.
+    # torch.sort orders equal scores arbitrarily, so only the number of kept tokens is compared.
     ours, expected = (np.where(golden["tie_is_chance"], np.sort(x), x) for x in (ours, expected))
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
     finite = np.isfinite(expected)
-    scale = np.abs(expected[expected > -1e30]).max()  # without the scores that remove_invalid_values sets
+    scale = np.abs(expected[expected > -1e30]).max()  # excludes the scores that remove_invalid_values sets
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def test_the_recorded_scores_are_useful():
-    """In most cases, the warpers leave more than one token and remove some."""
+    """In most cases, the warpers remove some tokens and leave more than one."""
     with np.load(GOLDENS / "441" / "options.npz") as arrays:
         left = [np.sum(arrays[key] > -1e30, axis=-1) for key in arrays if key.endswith("_scores")]
         sizes = [arrays[key].shape[-1] for key in arrays if key.endswith("_scores")]

@@ -36,13 +36,13 @@ def test_to_hf_is_what_transformers_returns(name):
     mine = out.to_hf()
     np.testing.assert_array_equal(mine.sequences, golden["sequences"])
     live = np.asarray(out.attention_mask)[:, golden["ids"].shape[1] :].T  # [steps, rows]
-    read = live[1:]  # steps that read a real token: after a row's end they read pads, and the values differ
+    read = live[1:]  # steps that read a real token; after a row's end, the values differ
     assert len(mine.scores) == new
     for key in ("scores", "logits"):
         found, expected = np.stack(getattr(mine, key)), golden[key]
         assert found.shape == expected.shape
         np.testing.assert_array_equal(np.isinf(found[live]), np.isinf(expected[live]))
-        assert (found[~live] == 0).all()  # transformers continues with pads after a row's end
+        assert (found[~live] == 0).all()  # after a row's end, where transformers continues with padding
         close(np.where(np.isinf(found), 0, found)[live], np.where(np.isinf(expected), 0, expected)[live])
     real = golden["attention_mask"] == 1
     states = np.stack(mine.hidden_states[0])

@@ -1,4 +1,4 @@
-"""jaxgen compared with recorded outputs of transformers: tests/goldens, or the folder that JAXGEN_GOLDENS names."""
+"""jaxgen compared with transformers' outputs, recorded in tests/goldens or the folder that JAXGEN_GOLDENS names."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.models import generated, left_pad, model_config, slow
 
 CHECKPOINTS = [folder for source in ("441", "newer") for folder in sorted((GOLDENS / source / "checkpoints").iterdir())]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints' maximum is low
+pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints' max length is low
 
 
 def logits_of(folder: Path):
@@ -31,7 +31,7 @@ def named(folder: Path) -> str:
 
 
 def some(each: int, values):
-    """Return the values, marking all but every n-th as slow."""
+    """Return the values, all marked as slow except every `each`-th."""
     return [param for i, value in enumerate(values) for param in ([value] if i % each == 0 else slow(value))]
 
 
@@ -55,7 +55,7 @@ def test_logits(folder):
 def test_logits_of_a_left_padded_batch(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
-    if "ids" not in golden:  # 4.41.1's dynamic RoPE depends on the longest row; here rows are independent
+    if "ids" not in golden:  # in 4.41.1, dynamic RoPE depends on the longest row; here, rows are independent
         ids, mask = left_pad([golden[f"ids_{i}"].tolist() for i in range(3)])
         expected = np.zeros((*ids.shape, cfg.model.vocab_size), np.float32)
         for i in range(3):
@@ -82,7 +82,7 @@ def test_gradients_of_the_loss(name):
     found = flax.traverse_util.flatten_dict(gradient, sep=".")
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
     assert found.keys() == wanted.keys()
-    # torch's Embedding computes no gradient for the row of the config's pad id. Here, that row is like any other.
+    # torch's Embedding computes no gradient for the row of the config's pad id. In jaxgen, that row is like any other.
     config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
     if config.get("pad_token_id") is not None:
         for gradients in (found, wanted):
@@ -127,7 +127,7 @@ def greedy_groups():
             yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 16 != 0))
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be reached")  # random options can cause this
+@pytest.mark.filterwarnings("ignore:.*cannot be reached")  # random options can cause this warning
 @pytest.mark.parametrize(("source", "number", "group"), list(greedy_groups()))
 def test_greedy_tokens(source, number, group):
     params, cfg, ids, mask = prepare(source, group)
@@ -177,10 +177,10 @@ def test_processed_scores_when_sampling(number, case):
     ids = np.asarray(case["ids"])[None]
     length = jnp.asarray([ids.shape[1]])
     history = History.begin(cfg, jnp.asarray(ids), length, budget=jnp.asarray([100]))
-    # The history is longer than the prompt. The tokens after the prompt count as generated.
+    # `begin` treats all ids as the prompt, but those after `prompt_length` count as generated.
     prompt = case["prompt_length"]
     history = history.replace(prompt_length=jnp.asarray([prompt]))
-    cfg = jax.tree.map(jnp.asarray, cfg)  # as a program receives it
+    cfg = jax.tree.map(jnp.asarray, cfg)  # as arrays, which is how a program receives it
     ours = np.asarray(build_transform(cfg, option_values(cfg, 1))(history, jnp.asarray(logits)[None])[0])
     assert not case["near_boundary"], "the script for the goldens redraws such cases"
     if case.get("top_p_splits_tie") and not case["highest_ids_kept"]:

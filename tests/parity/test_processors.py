@@ -19,18 +19,18 @@ from tests.support.rows import config_of, history_of
 
 OF_THE_ROW = ("ids", "length", "prompt_length", "uncond", "allowed")  # the other fields are options
 STATIC = ("n", "min_tokens_to_keep")
-# The recorded fields that make up an option's value, in the order of its parts.
+# Recorded fields. Those that a class has form its option's value, in this order.
 VALUES = "sequences bias start factor penalty n min_length min_new_tokens token tokens forced value".split()
 PREFIX, GUIDANCE = "PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"
 CLASSES = {option.hf: option for option in OPTIONS.values() if option.stage and option.since == ""}
-# Recorded, but drawn with torch's generator, which jaxgen's hash replaces.
+# Not compared: transformers draws green lists with torch's generator, jaxgen with a hash.
 CLASSES.pop("WatermarkLogitsProcessor")
-# Compared in whole searches, because it depends on the choices of other groups of beams.
+# Compared in whole searches, because the scores depend on the choices of other groups of beams.
 CLASSES.pop("HammingDiversityLogitsProcessor")
 
 
 def fields_of(option, recorded: dict) -> dict:
-    """Return the fields of a config for the recorded options of a class."""
+    """Return the config's fields for the recorded options of a class."""
     fields = {}
     if "eos" in recorded:
         fields["forced_eos_token_id" if option.name == "forced_eos_token_id" else "eos_token_id"] = recorded["eos"]
@@ -41,10 +41,10 @@ def fields_of(option, recorded: dict) -> dict:
 
 
 def apply(name, scores, row, recorded):
-    """Apply a class's option in the pipeline. Rows have a leading axis, but an option may have one value for all."""
+    """Apply a class's option in the pipeline. The values in `row` have a row axis; those in `recorded` need not."""
     rows, vocab = scores.shape
     ids, length = row.get("ids", np.zeros((rows, 1), np.int32)), row.get("length", np.ones(rows, np.int32))
-    prompt_length = recorded.get("begin", row.get("prompt_length"))  # `begin` is the length without generated tokens
+    prompt_length = recorded.get("begin", row.get("prompt_length"))  # `begin` is the prompt's length
     if prompt_length is not None:
         prompt_length = prompt_length.reshape(-1)
     budget = None
@@ -57,7 +57,7 @@ def apply(name, scores, row, recorded):
     if name == GUIDANCE:
         return processors.guidance(scores, row["uncond"], recorded["scale"].reshape(-1, 1))
     option = CLASSES[name]
-    if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline uses 1 except for beams
+    if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline passes 1, except for beams
         value = recorded["value"].reshape(-1, 1)
         return getattr(warpers, option.name)(scores, value, recorded["min_tokens_to_keep"])
     cfg = config_of(vocab, do_sample=option.stage == WARP, **fields_of(option, recorded))
@@ -66,7 +66,7 @@ def apply(name, scores, row, recorded):
 
 @functools.cache
 def goldens():
-    """Return the fields of each class, `[cases, ...]`."""
+    """Return the recorded fields of each class, arrays `[cases, ...]`."""
     fields = {}
     with np.load(GOLDENS / "441" / "processors.npz") as arrays:
         for key, value in arrays.items():
@@ -76,7 +76,7 @@ def goldens():
 
 
 def batches(name):
-    """Yield the cases that share a vocabulary and static options: scores, rows, options, and results."""
+    """Group the cases by vocabulary size and static options, and yield the arrays of each group."""
     fields = goldens()[name]
     kinds = np.stack([fields[field] for field in ("vocab", *STATIC) if field in fields], axis=-1)
     for kind in np.unique(kinds, axis=0):
@@ -93,7 +93,7 @@ def batches(name):
 
 def compare(ours, expected, chance):
     ours = np.asarray(ours)
-    # Which of several equal scores torch.sort kept is arbitrary, so only their number is compared.
+    # torch.sort orders equal scores arbitrarily, so only the number of kept tokens is compared.
     ours, expected = (np.where(chance[:, None], np.sort(x), x) for x in (ours, expected))
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
     finite = np.isfinite(expected) & (np.abs(expected) < 1e30)

@@ -1,4 +1,4 @@
-"""Samples compared with the distribution of transformers 4.41.1, and which tokens each warper keeps in many rows.
+"""Samples and the tokens that warpers keep, compared with the distributions and warpers of transformers 4.41.1.
 
 goldens/README.md describes the files that contain the scores and the kept tokens.
 """
@@ -48,7 +48,7 @@ def chi_square(seen, probs):
 
 
 def tail(statistic, freedom):
-    """Return the probability of a larger statistic, after Wilson and Hilferty."""
+    """Approximate the probability of a larger statistic with Wilson and Hilferty's formula."""
     if freedom == 0:
         return 1.0
     spread = 2 / (9 * freedom)
@@ -56,7 +56,7 @@ def tail(statistic, freedom):
 
 
 def is_plausible(tokens, probs):
-    """Return True if no draw is impossible under the distribution and the test does not reject the draws."""
+    """Return True if the distribution allows every drawn token and Pearson's test does not reject the draws."""
     seen = np.bincount(tokens, minlength=len(probs))
     return bool(np.all(seen[probs == 0] == 0)) and tail(*chi_square(seen, probs)) >= SIGNIFICANCE
 
@@ -74,13 +74,13 @@ def softmax(scores):
 )
 def test_the_tail_of_the_statistic(freedom, five_percent, significant):
     assert tail(five_percent, freedom) == pytest.approx(0.05, rel=0.06)
-    assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # more lenient with fewer degrees of freedom
+    assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # the estimate is high for small `freedom`
 
 
 def test_rare_cells_are_taken_together():
     probs = np.asarray([0.5, 0.0, 0.3, 0.01, 0.17, 0.02])
     seen = np.asarray([48, 0, 33, 2, 16, 1])
-    statistic, freedom = chi_square(seen, probs)  # the two rare cells together are too rare, and join the third
+    statistic, freedom = chi_square(seen, probs)  # the two rarest cells expect only 3 draws, so a third joins them
     assert freedom == 2
     assert statistic == pytest.approx(4 / 50 + 9 / 30 + 1 / 20)
     assert chi_square(np.asarray([7, 0]), np.asarray([1.0, 0.0])) == (0, 0)
@@ -128,7 +128,7 @@ def config(setting, **fields):
 
 
 def expected(setting, scores):
-    """Return the distribution of the scores. This adds top_h, which 4.41.1 lacks."""
+    """Return the distribution of the scores, after top_h if it is on; transformers 4.41.1 lacks this warper."""
     probs = softmax(scores)
     if "top_h" not in setting["options"]:
         return probs
@@ -142,7 +142,7 @@ def expected(setting, scores):
 
 @jax.jit
 def many_draws(key, scores):
-    """Draw tokens as the loop does, int32[DRAWS], from `scores`, float32[1, V]."""
+    """Draw int32[DRAWS] tokens from `scores`, float32[1, V], as the loop does."""
     keys = sequence_keys(prompt_keys(key, 1), DRAWS).reshape(-1, CHUNK)
     rows = jnp.broadcast_to(scores, (CHUNK, scores.shape[1]))
     return lax.map(lambda keys: draw(keys, jnp.full(CHUNK, 2, jnp.int32), rows), keys).reshape(-1)
@@ -174,7 +174,7 @@ def test_draws_of_generate(setting):
     cfg = config(setting, model=cfg.model, max_new_tokens=1, num_return_sequences=COPIES)
     ids, mask = left_pad(setting["prompts"])
 
-    @jax.jit  # under jit, the arrays have space for one token rather than a bucket
+    @jax.jit  # under jit, the arrays have space for one token, not for a whole bucket
     def drawn(params, key):
         return generate(params, ids, key, cfg, attention_mask=mask).sequences[:, -1]
 
@@ -193,7 +193,7 @@ WARPERS = [option.name for option in of_stage(WARP) if option.since == "" and op
 
 @functools.cache
 def kept_by(name):
-    """Return scores float32[rows, V], values, the tokens that each side keeps, and which rows are near a boundary."""
+    """Return scores float32[rows, V], values, the tokens kept by jaxgen and transformers, and rows near a boundary."""
     with np.load(GOLDENS / "441" / "kept.npz") as arrays:
         scores, vocab = arrays["scores"], arrays["vocab"]
         values, near = arrays[f"{name}_value"], arrays[f"{name}_near"]

@@ -1,4 +1,4 @@
-"""The driver of a run in chunks, with a mode that has no model: what a streamer gets and when, and how runs end."""
+"""The driver that runs a mode in chunks: what a streamer receives and when, and how runs end. No model is used."""
 
 import dataclasses
 import time
@@ -83,7 +83,7 @@ def test_rows_come_in_parts_and_end_once():
     streamer = RowCollector()
     run_watched(call(), streamer, None)
     assert [streamer.rows[row] for row in range(2)] == ROWS
-    assert streamer.calls == {0: 2, 1: 3}  # 1 token, then those of up to two steps
+    assert streamer.calls == {0: 2, 1: 3}  # the first token, then the tokens of up to two steps at a time
     assert streamer.over == [0, 1]
 
 

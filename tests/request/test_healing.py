@@ -121,7 +121,7 @@ def test_any_spelling_gives_the_prompt_back(name, data):
             assert state == 0
             whole = [*kept, *chosen]
             assert text_bytes(tokenizer, whole).startswith(text_bytes(tokenizer, original))
-            if name != "llama":  # if one of several byte tokens is wrong, Llama's decoder replaces all of them
+            if name != "llama":  # if one byte token is invalid, Llama's decoder replaces all adjacent ones too
                 decoded = (tokenizer.decode(x, clean_up_tokenization_spaces=False) for x in (whole, original))
                 assert next(decoded).startswith(next(decoded)), prompt
             respelled += chosen[0] != original[len(kept)]
@@ -205,7 +205,7 @@ def test_a_special_token_and_a_single_token_stay():
     np.testing.assert_array_equal(moved.attention_mask, batch.attention_mask == 1)
     assert automaton.start.tolist() == [0, 0]
     allowed = automaton.allowed(automaton.start, None)
-    assert bool(allowed.all())  # includes special tokens and ids without a token, as without healing
+    assert bool(allowed.all())  # as without healing, even special tokens and ids without a token are allowed
 
 
 @pytest.mark.slow

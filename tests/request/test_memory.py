@@ -44,7 +44,7 @@ def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, pr
 
 @pytest.fixture
 def free(monkeypatch):
-    """Return a function that sets the number of free bytes and forgets all programs. Every program is then checked."""
+    """Return a function that sets the number of free bytes and forgets all programs. Small programs are checked too."""
     monkeypatch.setattr(programs, "SMALL", 0)
 
     def free(size: int, directory: Path | None = None):

@@ -138,9 +138,9 @@ def test_a_length_that_nobody_has_set_is_told():
 @pytest.mark.parametrize(
     ("counts", "eager", "slots"),
     [
-        ([31, 2, 5], True, 32),  # for 31 + 1, 2 + 4 and 5 + 2 tokens
+        ([31, 2, 5], True, 32),  # cached and prompt tokens: 31 + 1, 2 + 4, 5 + 2
         ([31, 30, 5], True, 64),
-        ([32], True, 32),  # the prompts have their own slots
+        ([32], True, 32),  # shared by the prompts, which have slots of their own
         ([31, 2, 5], False, 40 + WIDTH),
         ([32], False, 40),
     ],

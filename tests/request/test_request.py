@@ -184,7 +184,7 @@ class Feedback(StepHook):
 
 
 def fed_back(prompt, directions, steps=6):
-    """The reference without a cache, in which each token keeps the embedding with which it was read."""
+    """Generate without a cache, as a reference. Each token keeps the embedding with which it was first read."""
     embeds = TABLE[prompt]
     total, said = jnp.zeros(MODEL.hidden_size), []
     for _ in range(steps):

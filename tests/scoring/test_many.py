@@ -38,7 +38,7 @@ def check(params, asked, found, cfg=CFG):
     assert len(found) == len(asked)
     for request, scores in zip(asked, found, strict=True):
         logprobs, is_greedy = alone(params, *request, cfg)
-        # Most are within 5e-6, but 2.1e-5 has been seen where the random weights amplify rounding.
+        # Most differences are below 5e-6, but 2.1e-5 has been seen where the random weights amplify rounding.
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=5e-5)
         np.testing.assert_array_equal(scores.is_greedy, is_greedy)
         assert scores.total == pytest.approx(float(logprobs.sum()), abs=1e-4)
@@ -85,7 +85,7 @@ def test_a_sliding_window():
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Return a list to which each scored batch appends its contexts' mask and its continuations."""
+    """Return a list that receives the mask of the contexts and the continuations of each scored batch."""
     found, original = [], many.continuation_logprobs
 
     def spy(params, contexts, context_mask, ids, *rest, **sizes):
@@ -114,7 +114,7 @@ def test_logits_of_many_short_continuations_are_bounded(batches, monkeypatch):
 def test_continuations_of_one_context_are_bounded(batches):
     asked = [([7], [n % 61 for n in range(length)]) for length in range(40, 72)]
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=256))
-    assert max(ids.size for _, ids in batches) <= 256 + 4  # one column more than the model reads, in at most 4 rows
+    assert max(ids.size for _, ids in batches) <= 256 + 4  # up to 4 rows, whose last columns are not read
 
 
 @pytest.mark.slow

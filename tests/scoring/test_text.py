@@ -20,8 +20,8 @@ ROWS = [[5, 3, 8, 1, 90, 7, 7], [2, 96], [11], [4, 4, 4, 61, 0, 12]]
 
 
 def plain(params, row, model=MODEL):
-    """Return float32[L, V], log-probabilities of all tokens at each position of one row. The first position has 0."""
-    ids, mask = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)  # a fixed width, so that one program is enough
+    """Return the log-probabilities of all tokens at each position of a row, float32[L, V]; those at the first are 0."""
+    ids, mask = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)  # a fixed width, so that one program serves all
     ids[0, : len(row)], mask[0, : len(row)] = row, 1
     logits = model_logits(params, ids, mask, model)[0, : len(row)]
     return jnp.pad(jax.nn.log_softmax(logits, axis=-1)[:-1], ((1, 0), (0, 0)))
@@ -78,7 +78,7 @@ def test_padding_within_a_row():
 def test_the_mask_is_inferred_as_in_generate():
     ids, mask = left_pad(ROWS, pad=96)
     cfg = CFG.replace(pad_token_id=96)
-    rows = np.asarray([0, 3])  # these do not contain token 96
+    rows = np.asarray([0, 3])  # the rows without token 96
     out = score(PARAMS, ids[rows], cfg)
     np.testing.assert_array_equal(out.logprobs, score(PARAMS, ids[rows], cfg, attention_mask=mask[rows]).logprobs)
     np.testing.assert_allclose(out.logprobs, jax.jit(lambda x: score(PARAMS, x, cfg))(ids[rows]).logprobs, atol=1e-5)
@@ -184,7 +184,7 @@ def test_the_gradient_is_that_of_the_plain_formula(tied):
 
 
 def sizes_with(program, dimension):
-    """Yield the sizes of all arrays in a program that have this dimension."""
+    """Search a program for arrays whose shape contains `dimension`, and yield their sizes."""
     for equation in program.eqns:
         for variable in equation.outvars:
             if dimension in variable.aval.shape:

@@ -111,7 +111,7 @@ def test_200_requests(service):
 
 
 def raw(service, content: bytes, seconds: float = 0.0, shuts: bool = False) -> bytes:
-    """Send bytes to the service, wait for some time, and return the answer."""
+    """Send bytes to the service, wait for `seconds`, and return the answer."""
     address = urlsplit(service.url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         with contextlib.suppress(ConnectionError):
@@ -188,5 +188,5 @@ def test_memory_is_flat(service):
             before = peak()
             for path, content in requests(seed, 150):
                 http.post(path, content=content)
-            # After the first round, all code has run. A later round adds less than 60 MB, for its largest bodies.
+            # The first round has run all the code. The second adds less than 60 MB to the peak, for its largest bodies.
             assert most is None or peak() - before < most

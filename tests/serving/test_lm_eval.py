@@ -40,7 +40,7 @@ metric_list: [{{metric: exact_match}}]
 
 @pytest.mark.slow
 def test_local_completions(tmp_path):
-    if find_spec("lm_eval") is None:  # importing it here would warn
+    if find_spec("lm_eval") is None:  # importing it would emit warnings
         pytest.skip("lm-evaluation-harness is not installed: install the extra eval")
     data, tasks = tmp_path / "data.jsonl", tmp_path / "tasks"
     data.write_text("".join(json.dumps({"question": q, "choices": c}) + "\n" for q, c in QUESTIONS))

@@ -142,7 +142,7 @@ class TestInABrowser:
                 "return [...document.querySelectorAll('#panel tr td:first-child')].map(x => x.textContent)"
             )
             assert {token["token"] for token in wanted[place]["top_logprobs"]} <= {json.loads(cell) for cell in cells}
-        # The same with the keyboard.
+        # The panel also opens with the keyboard.
         self.find(driver, ".assistant .tokens").click()
         ActionChains(driver).send_keys("\ue014").perform()  # the right arrow
         assert self.find(driver, "#panel").is_displayed()

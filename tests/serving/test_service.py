@@ -412,7 +412,7 @@ def test_metrics(http):
 
 
 def until(condition, seconds: float = 20.0) -> None:
-    """Wait until a condition holds, and fail if it does not."""
+    """Wait until a condition holds, or fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition was not met in time"
@@ -470,7 +470,7 @@ def test_a_full_queue_a_time_that_is_over_and_the_end():
             until(lambda: service.engine.counts()[3:] == (0, 0))
             answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=longest, timeout=60)
             until(lambda: service.engine.counts().running)
-        # A request that was accepted is answered before the service ends.
+        # The service answers the accepted request before it stops.
         assert answer.result().json()["usage"]["completion_tokens"] == NEW
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.url}/health")

@@ -372,7 +372,7 @@ def test_the_key_identifies_the_automaton():
         key(parallel=False),
         key(choice=named("now")),
         key(choice=allowed("required", "now")),
-        key([TOOLS[1], tool("weather", flipped)]),  # its arguments come in a different order
+        key([TOOLS[1], tool("weather", flipped)]),  # the same arguments in a different order
         key([TOOLS[0], tool("now", {})]),
     ]
     assert len(set(keys)) == len(keys)
@@ -382,7 +382,7 @@ def test_the_key_identifies_the_automaton():
     assert key([tool("weather", WEATHER, description="other"), tool("now")]) == key()
 
 
-# Qwen, whose tags are added tokens but not special tokens
+# Qwen's tags are added tokens, but not special tokens
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +485,7 @@ NOT_CALLS = [
 
 
 def check(text, content, calls, **options):
-    """Parse the text in one piece, character by character, and split at each position."""
+    """Check what is parsed from the whole text, from single characters, and from the two parts of every split."""
     assert parse([text], **options) == (content, calls)
     assert parse(text, **options) == (content, calls)
     for cut in range(1, len(text)):

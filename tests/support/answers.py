@@ -1,7 +1,7 @@
 """Writers of an answer file: alone, in shards, killed at random moments, and on a disk that fills up.
 
-Run it as a separate process, without jax so that it can fork: `python -m tests.support.answers DIRECTORY KILLS`. With
-options of the command, such as `--input FILE`, it kills commands instead.
+Run this as a separate process, without jax so that it can fork: `python -m tests.support.answers DIRECTORY KILLS`. With
+options of `jaxgen`, such as `--input FILE`, this kills `jaxgen` commands instead of writers.
 """
 
 import functools
@@ -37,12 +37,12 @@ def header(run=RUN) -> bytes:
 
 
 def partial(*indices: int, run=RUN) -> bytes:
-    """Return the partial file of a writer that has answered these prompts."""
+    """Return the content of the partial file of a writer that has answered these prompts."""
     return header(run) + lines(*[{"index": index, "answers": ANSWERS[index]} for index in indices])
 
 
 def write(target: Path, seconds: float = 0.0, run=RUN, shard: Shard = ALL, seed: float = 0) -> int:
-    """Write the missing answers, in any order. Return how many answers the file then has."""
+    """Write the missing answers in random order. Return how many answers the file then contains."""
     indices = list(range(shard.number, PROMPTS, shard.count))
     random.Random(seed).shuffle(indices)
     with answer_file(target, run, prompts=PROMPTS, shard=shard) as file:
@@ -87,7 +87,7 @@ def kills(target: Path, count: int) -> dict[str, int]:
             os.kill(child, signal.SIGKILL)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         seen["killed"] += statuses.count(signal.SIGKILL)
-        # While a writer merges, others are refused. It completes the file unless it is killed.
+        # While one writer merges, others are refused. The one that merges completes the file unless it is killed.
         if not target.exists() and signal.SIGKILL not in statuses:
             seen["refused"] += any(statuses)
         seen["continued"] += any(path.stat().st_size > len(header()) for path in partials(target))
@@ -103,7 +103,7 @@ def kills(target: Path, count: int) -> dict[str, int]:
 
 
 def shards_at_once(target: Path, rounds: int) -> dict[str, int]:
-    """Let processes write their shards at the same time. The last one merges. Return how many rounds went wrong."""
+    """Let processes write shards at the same time; the last one merges. Return the number of rounds and of failures."""
     seen = {"rounds": 0, "wrong": 0}
     for number in range(rounds):
         count = 2 + number % 4
@@ -137,9 +137,9 @@ def full_disk(target: Path) -> dict[str, int]:
 
 
 def kill_commands(options: list[str], target: Path, whole: Path, environment, kills: int) -> dict[str, int]:
-    """Kill `jaxgen OPTION...` at random moments, and resume it with a different number of shards each time.
+    """Kill `jaxgen OPTION...` at random moments, and resume with a random number of shards each time.
 
-    `whole` is the output of an uninterrupted run.
+    `whole` is the output file of an uninterrupted run.
     """
     rng = random.Random(0)
     seen = {"killed": 0, "continued": 0, "complete": 0, "wrong": 0}

@@ -3,14 +3,14 @@
 import contextlib
 import time
 
-# The slowest input takes less than one second on a quiet machine, and five on a busy one. Without the product's own
+# The slowest input takes less than one second on a quiet machine, and up to five on a busy one. Without the package's
 # limits, hostile input would take minutes or run forever.
 MOST_SECONDS = 10
 
 
 @contextlib.contextmanager
 def bounded(given: object = ""):
-    """Check that the body takes at most ten CPU seconds. `given` describes the input in the message."""
+    """Check that the `with` block takes less than ten CPU seconds. The error message shows `given`, the input."""
     start = time.process_time()
     try:
         yield

@@ -10,7 +10,7 @@ DRIVER = "/usr/bin/chromedriver"
 
 @contextlib.contextmanager
 def browser(width: int = 1000, height: int = 800):
-    """Yield a browser. The test fails if its console logs an error."""
+    """Yield a browser. The test fails if a page logs anything to the console."""
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)

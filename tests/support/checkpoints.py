@@ -50,7 +50,7 @@ GENERATION = {"do_sample": True, "temperature": 0.5, "eos_token_id": [2, 3], "pa
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Return the parameters' shapes for a config of the models used here, without using the package."""
+    """Compute the parameters' shapes from a config of one of the models used here, without the package."""
     width, mlp = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim", width // config["num_attention_heads"])
     queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
@@ -83,7 +83,7 @@ def weights(config: dict, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 
 def write(path: Path, config: dict | None, tensors: dict, generation: dict | None = None, shards: int = 1) -> Path:
-    """Write a checkpoint like transformers does, with the safetensors library."""
+    """Write a checkpoint as transformers does, using the safetensors library."""
     path.mkdir()
     if config is not None:
         (path / "config.json").write_text(json.dumps(config))

@@ -10,7 +10,7 @@ from jaxgen import GenerationConfig
 from jaxgen.model.sharding import divide
 from tests.support.models import model_config
 
-# Options, and rows per prompt.
+# The options of each kind of step, and its rows per prompt.
 STEPS = {
     "greedy": ({}, 1),
     "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
@@ -30,7 +30,7 @@ MODEL = model_config(
 
 
 def check_communication(mesh: Mesh, name: str) -> None:
-    """Check that only all-reduces over `model` are large in a step: two per layer and one for the embedding."""
+    """Check that a step's only large collectives are all-reduces over `model`: two per layer, one for embeddings."""
     options, copies = STEPS[name]
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
     program = compile_generate(cfg, divide(MODEL, mesh), PROMPTS, 32).as_text()

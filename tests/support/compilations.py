@@ -1,4 +1,4 @@
-"""The number of compiled programs, counted with jax's event for each compilation."""
+"""The number of compiled programs, counted by listening to the event that jax records for each compilation."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def compilations():
 
 
 def compiled_by_other_values(run: Callable, cfg, **options: Callable) -> int:
-    """Return how many programs 29 calls of `run(cfg, prompts)` compile after a first call.
+    """Return how many programs are compiled by 29 calls of `run(cfg, prompts)` that follow a first call.
 
     Each call varies the prompts, `repetition_penalty`, eos ids, budget, and the fields in `options`. `options` maps
     each field to a function that draws a value with a NumPy generator.

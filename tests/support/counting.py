@@ -15,7 +15,7 @@ def count(rows, cfg=CFG, key=None, **kwargs):
 
 
 def with_second_best(cfg):
-    """Return the counting model with a second choice: the token after the next."""
+    """Return the counting model's parameters, changed so that its second choice is the token after the next."""
     params = counting_params(cfg)
     params["lm_head"]["weight"] += 0.5 * jnp.roll(params["lm_head"]["weight"], 1, axis=0)
     return params

@@ -49,7 +49,7 @@ TOKENIZER_KEYS = (
     *"add_eos_token clean_up_tokenization_spaces model_max_length truncation_side tokenizer_class".split(),
     *"split_special_tokens chat_template".split(),
 )
-# As JSON, which can express more than Python's numbers.
+# JSON texts, because Python's values cannot express some of these.
 VALUES = (
     *"null true false 0 -1 1 2 3 0.5 -0.5 1e-50 1e308 1e999 -1e999 NaN Infinity 1000000000 1000000000000000000".split(),
     *(
@@ -139,7 +139,7 @@ def cases(seed: int, count: int) -> list[Case]:
 
 
 def with_value(file: str, key: str, value: str) -> Callable[[Path], object]:
-    """Set a key of a JSON file to a value written in JSON."""
+    """Return a function that sets a key of a JSON file to a value, given as JSON text."""
 
     def damage(path: Path) -> None:
         content = json.loads((path / file).read_text())
@@ -176,7 +176,7 @@ def tokenizer_values(draw) -> Iterator[Case]:
 
 
 def files(draw) -> Iterator[Case]:
-    """Yield cases with files that are missing, of the wrong type, or with wrong content."""
+    """Yield cases in which a file is missing, is not a regular file, or has wrong content."""
     for name in (*JSON_FILES, *MAPS, WEIGHTS, INDEX, "chat_template.jinja"):
         of_tokenizer = "token" in name or "template" in name
         for kind, make in NOT_FILES.items():
@@ -200,7 +200,7 @@ def files(draw) -> Iterator[Case]:
 
 
 def headers(draw) -> Iterator[Case]:
-    """Yield cases with damaged headers of the weights."""
+    """Yield cases in which the file of the weights is damaged, usually in its header."""
     for length in (0, 1, 7, 2**20, 10**7 + 1, 2**32, 2**63, 2**64 - 1):
         yield Case(
             "safetensors", f"length {length}", lambda path, n=length: overwrite(path, 0, n.to_bytes(8, "little"))
@@ -281,7 +281,7 @@ def cut_weights(path: Path, part: float) -> None:
 
 
 def indices(draw) -> Iterator[Case]:
-    """Yield cases with indices that name other files."""
+    """Yield cases in which the weights' index names other files."""
     names = (*weights(CONFIG),)
     places = [
         "../x.safetensors",
@@ -400,7 +400,7 @@ def tokenizers(draw) -> Iterator[Case]:
 
 
 def templates(draw) -> Iterator[Case]:
-    """Yield hostile templates, and good ones with a piece removed or doubled."""
+    """Yield cases with hostile chat templates, or with a valid one in which a piece is removed or doubled."""
     for name, text in HOSTILE.items():
         yield Case("template", name, lambda path, t=text: (path / "chat_template.jinja").write_text(t), tokenizer=True)
     for _ in range(20):
@@ -411,7 +411,7 @@ def templates(draw) -> Iterator[Case]:
 
 
 def use(path: Path, tokenizer: bool) -> str:
-    """Use a checkpoint as a caller does. Return a description of what is wrong with the result."""
+    """Use a checkpoint as a caller does. Return what is wrong with the result, or an empty string."""
     if tokenizer:
         tok = Tokenizer.from_pretrained(path)
         ids = tok.encode("hello <|end|> a text")
@@ -428,7 +428,7 @@ def use(path: Path, tokenizer: bool) -> str:
     wrong = [
         name for name in fields.keys() & content.keys() if content[name] is not None and fields[name] != content[name]
     ]
-    if set(wrong) - {"dtype", "attention_bias"}:  # the dtype is the tensors', and Qwen2 always has these biases
+    if set(wrong) - {"dtype", "attention_bias"}:  # the tensors determine the dtype, and Qwen2 always has these biases
         return f"config: {wrong}"
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
@@ -439,7 +439,7 @@ def use(path: Path, tokenizer: bool) -> str:
 
 
 def outcome(case: Case, path: Path) -> dict:
-    """Try a case. Return the outcome, its text, the CPU seconds and the bytes of memory."""
+    """Try a case. Return the kind of outcome, its message, the CPU seconds, and the growth of peak memory in bytes."""
     start, before = time.process_time(), peak()
     text, kind = "", "loaded"
     with warnings.catch_warnings(record=True):
@@ -457,12 +457,12 @@ def peak() -> int:
 
 
 def written() -> int:
-    """Return how many bytes of memory this process can write to."""
+    """Return the size of this process's private writable memory in bytes."""
     return status("VmData")
 
 
 def status(name: str) -> int:
-    """Return one of the kernel's numbers for this process, in bytes."""
+    """Return one of the sizes that the kernel reports for this process, in bytes."""
     return int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -471,7 +471,7 @@ def main(seed: int, count: int, folder: Path) -> None:
     assert not use(source, tokenizer=True)
     assert not use(source, tokenizer=False)
     if count:
-        sandbox.SECONDS = 0.1  # only in the quick part; the slow part has the real limit
+        sandbox.SECONDS = 0.1  # only if cases are sampled; a run of all cases uses the real limit
     for number, case in enumerate(cases(seed, count)):
         path = folder / str(number)
         shutil.copytree(source, path)

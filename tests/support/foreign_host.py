@@ -38,7 +38,7 @@ def read(path):
 
 
 def drive(path, params, requests):
-    """Answer requests of one prompt each with an engine. There can be more requests than slots."""
+    """Use an exported engine to answer requests, each with one prompt. There can be more requests than slots."""
     description, nobody, programs = read(path)
     chunk = jax.jit(programs["chunk"], donate_argnums=1)
     state = jax.jit(programs["open"])(params)

@@ -1,4 +1,4 @@
-"""The goldens, or the folder that JAXGEN_GOLDENS names, and the runs that they describe."""
+"""The goldens of tests/goldens or of the folder that JAXGEN_GOLDENS names, and the runs that they describe."""
 
 import os
 from pathlib import Path

@@ -53,7 +53,7 @@ def version(target: Path) -> int | None:
 
 
 def killed(work: Callable[[], None], after: float | None = None) -> bool:
-    """Do `work` in a child process, and kill it after `after` seconds. Return whether it was killed."""
+    """Call `work` in a child process, and kill it after `after` seconds, if set. Return whether it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -71,7 +71,7 @@ def killed(work: Callable[[], None], after: float | None = None) -> bool:
 
 
 def save_until(target: Path, number: int, last: int) -> None:
-    """Save, and die at the `last`-th step that touches the file system."""
+    """Save a checkpoint, but kill this process at its `last`-th operation on the file system."""
     steps = 0
 
     def count(event: str, _) -> None:

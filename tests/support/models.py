@@ -33,7 +33,7 @@ def model_config(**changes) -> ModelConfig:
 
 
 def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
-    """Return random parameters. Biases are not zero, and norms are not one."""
+    """Return random parameters. Biases are not 0, and the weights of norms are not 1."""
     rng = np.random.default_rng(seed)
     flat = {}
     for name, shape in param_shapes(cfg).items():
@@ -57,7 +57,7 @@ def counting_params(cfg: GenerationConfig, peak: float = 20.0):
     params = jax.tree.map(jnp.zeros_like, random_params(cfg.model))
     params["model"]["norm"]["weight"] = jnp.ones(width)
     params["model"]["embed_tokens"]["weight"] = jnp.eye(vocab, width)
-    # RMSNorm scales a one-hot vector to sqrt(width).
+    # RMSNorm turns the 1 of a one-hot vector into sqrt(width).
     params["lm_head"]["weight"] = jnp.roll(jnp.eye(vocab, width), 1, axis=0) * peak / width**0.5
     return params
 

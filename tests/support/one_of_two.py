@@ -66,7 +66,7 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
-    """Answer prompts in process 0, including after a weight update and with a grammar. The other process follows it."""
+    """Answer prompts in process 0, also after a weight update and with a grammar. The other process follows."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     cfg = cfg.replace(max_new_tokens=6, do_sample=True)
     key, sizes = jax.random.key(4), {"slots": 3, "prompt_width": 9}
@@ -139,7 +139,7 @@ def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
-    jax.block_until_ready(jnp.zeros(8))  # memory that jax allocates once
+    jax.block_until_ready(jnp.zeros(8))  # so that memory that jax allocates only once does not count
     before = peak()
     params, _ = load_hf(checkpoint, mesh=mesh)
     jax.block_until_ready(params)
@@ -152,7 +152,7 @@ def peak() -> int:
 
 
 def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
-    """Train with and without an interruption. Return the resumed run's steps, the comparison and the sum."""
+    """Train with and without an interruption. Return the resumed run's steps and the results of `compared`."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     ids = np.random.default_rng(0).integers(2, 90, (6, 4, 12), np.int32)
     seen: list[int] = []
@@ -178,7 +178,7 @@ def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
 
 
 def compared(whole, resumed) -> tuple[jax.Array, jax.Array]:
-    """Compare the parameters and sum their magnitudes, in one program because programs on CPUs can deadlock."""
+    """Compare parameters and sum their magnitudes. Call this in one program, because several can deadlock on CPUs."""
     same = jax.tree.map(lambda a, b: jnp.all(a == b), whole, resumed)
     return jnp.all(jnp.stack(jax.tree.leaves(same))), sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(resumed))
 

@@ -1,4 +1,4 @@
-"""A model whose activations have outliers, like those of large models, but whose outputs do not change."""
+"""Rescaling of weights that creates outliers in the activations, as in large models, but leaves outputs the same."""
 
 import flax.traverse_util
 import numpy as np

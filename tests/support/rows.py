@@ -15,7 +15,7 @@ from tests.support.models import model_config
 
 @functools.partial(jax.jit, static_argnames="vocab")
 def history_of(ids, length, prompt_length=None, *, vocab, budget=None) -> History:
-    """Return rows of `length` tokens, of which the first `prompt_length` (default: all) are the prompt."""
+    """Return the history of rows with `length` tokens. The first `prompt_length` (default: all) are the prompt."""
     ids, length = jnp.asarray(ids), jnp.asarray(length)
     prompt_length = length if prompt_length is None else jnp.asarray(prompt_length)
 

@@ -1,4 +1,4 @@
-"""Random JSON schemas that are supported, and a validator of values."""
+"""Random JSON schemas made of supported keywords, and a validator of JSON texts."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ _Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pat
 
 
 def problem(schema: dict[str, Any], text: str) -> str | None:
-    """Return why a text is not JSON or not valid against the schema, or None if it is valid."""
+    """Return None if a text is valid JSON that matches the schema; otherwise, say what is wrong."""
     try:
         value = json.loads(text, parse_int=lambda digits: int(digits[:4000]))
         _Validator(schema, format_checker=_FORMATS).validate(value)

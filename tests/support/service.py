@@ -17,7 +17,7 @@ from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level
 
-# Tools and calls in the format of Qwen2.5's template.
+# This template formats tools and calls as Qwen2.5's does.
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
@@ -57,7 +57,7 @@ def running(
     warm: bool = True,
     **engine,
 ):
-    """Yield a service. `adapters` has (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
+    """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)

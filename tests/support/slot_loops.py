@@ -1,4 +1,4 @@
-"""Copies of caches in programs that decode in slots, found in XLA's text."""
+"""Copies of caches in programs that decode in slots, found in the text of the compiled programs."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from jaxgen.engine.schedule import Schedule
 from jaxgen.engine.tables import grammar_table
 from tests.support.models import model_config
 
-SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # no two products of these are equal
+SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own
 MODEL = {
     **{"vocab_size": 4000, "hidden_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2},
     "max_position_embeddings": 2048,
@@ -56,10 +56,10 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
-    """Return the copies made inside loops, if they have the size of one layer's cache of the slots or of the pool.
+    """Return the copies inside loops that are as large as one layer's cache, either of the slots or of the pool.
 
-    If the prefix store has space for `stored` tokens, include copies of its size. Moves to and from on-chip memory
-    do not count.
+    If the prefix store has space for `stored` tokens, include copies as large as one layer of it. Moves to and from
+    on-chip memory do not count.
     """
     model = model_of(cfg)
     head = model.num_key_value_heads * model.head_dim
@@ -79,7 +79,7 @@ def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, li
 
 
 def _in_loops(program: str) -> list[str]:
-    """Return the instructions in loop bodies and in the computations that these call, except fusions."""
+    """Return the instructions of loop bodies and of the computations that they call, except those of fusions."""
     computations = hlo.parse(program)
     waiting = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in program.splitlines() if " while(" in line]
     assert len(waiting) >= 4, "the loops over rounds, reading, entering and decoding are missing"

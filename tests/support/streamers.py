@@ -18,7 +18,7 @@ class Collector:
 
     @property
     def prompts(self) -> np.ndarray:
-        """Return the first value, int32[B, P]."""
+        """Return the prompts, int32[B, P], which are the first value."""
         return self.values[0]
 
     @property
@@ -28,7 +28,7 @@ class Collector:
 
 
 class RowCollector:
-    """A streamer that stores each row's tokens and the number of its calls."""
+    """A streamer that stores each row's tokens and counts the calls that delivered them."""
 
     def __init__(self):
         self.rows: dict[int, list[int]] = {}

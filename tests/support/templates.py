@@ -1,4 +1,4 @@
-"""Chat templates that use too much time or memory, are not valid, or access what a sandbox forbids."""
+"""Chat templates that use too much time or memory, are invalid, or access what a sandbox forbids."""
 
 # ruff: noqa: E501, UP031
 HOSTILE: dict[str, str] = {

@@ -31,7 +31,7 @@ class Terminal:
         streams = dict.fromkeys(["stdin", "stdout", "stderr"], theirs)
         self.process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
         os.close(theirs)
-        self._read = 0  # characters of the output that `wait_for` has read
+        self._read = 0  # how many characters of the output `wait_for` has read
 
     def wait_for(self, text: str, seconds: float = 60) -> str:
         """Wait until the process writes a text. Return what it wrote since the last call, including that text."""

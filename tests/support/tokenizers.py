@@ -1,4 +1,4 @@
-"""Tokenizers for tests: small ones of the two kinds that real checkpoints have."""
+"""Small tokenizers for tests, of the two kinds that real checkpoints have."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Decode modes that exist to test the contracts of the loop."""
+"""Decode modes that exist only to test the loop's contract with its modes."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class Shuffle(Sample):
 
 @flax.struct.dataclass
 class RefillState:
-    """The slots that decode, and a pool of all prompts, waiting or finished."""
+    """State of `Refill`: the slots that decode, and a pool with the rows of all prompts."""
 
     slots: SampleState
     pool: SampleState
