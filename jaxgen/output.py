@@ -166,7 +166,7 @@ class HFOutput:
         sequences: `[rows, P + steps]`.
         sequences_scores, beam_indices: for beam search.
         scores, logits: an array `[rows, V]` per step.
-        attentions: an array `[rows, heads, q, P + step]` per step and layer; q is P in the first step and then 1.
+        attentions: an array `[rows, heads, q, P + step]` per step and layer; q is P in the first step and 1 later.
         hidden_states: an array `[rows, q, D]` per step and layer.
         past_key_values: a pair `(k, v)` per layer, both `[rows, K, P + steps - 1, H]`.
     """
@@ -182,7 +182,7 @@ class HFOutput:
 
 
 def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
-    """Split a record into steps. If `tokens` is True, the last axis is tokens, and grows by one in each step."""
+    """Split a record into steps. If `tokens` is True, the last axis indexes tokens and grows by one in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]

@@ -43,8 +43,8 @@ def warmup(
     6
 
     Each program serves all widths and lengths that round up to the same sizes, and all values of traced options. For
-    each pair of sizes, one program (three with `streaming`) is compiled and generates one token. At most 64 programs
-    are kept. Return the number of pairs.
+    each pair of sizes, compile one program (three with `streaming`) and generate one token with it. Only the 64 most
+    recently used programs are kept. Return the number of pairs.
 
     Args:
         params: the parameters, as in later calls.

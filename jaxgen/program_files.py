@@ -50,7 +50,7 @@ def read_or_compile(
         directory: an existing directory.
         device: the device on which the program runs.
         function: a result of `jax.jit`.
-        made_from: everything besides jaxgen's source and jax that determines the program: the static arguments, the
+        made_from: everything that determines the program in addition to `_surroundings`: the static arguments, the
             structure, shapes and dtypes of the other arguments, and the compiler options.
         args, kwargs: the arguments.
     """
@@ -103,7 +103,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return everything that determines a program, except its arguments."""
+    """Return what determines a program besides the call itself: the versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -120,7 +120,7 @@ def _source() -> str:
 
 
 def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None:
-    """Return the program in a file, or None if it must be compiled. `arguments` is the arguments' structure."""
+    """Return the program in a file, or None if it must be compiled. `arguments` is the structure of its arguments."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
     except (OSError, zlib.error):  # missing or incomplete; `zlib` verifies a checksum
@@ -136,7 +136,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Bypass jax's own cache, because XLA loses functions if it serializes a program twice.
+    """Bypass jax's own cache, because a program that XLA serializes twice lacks some functions.
 
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" on the first call.
     """

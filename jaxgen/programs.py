@@ -48,7 +48,7 @@ class Programs:
 
     Attributes:
         most: the maximum number of programs.
-        directory: a directory that also stores programs for the default device, so that other processes can load them;
+        directory: a directory to which programs for the default device are also saved, for other processes to load;
             or None. Set this only in a process that does not change jax's settings, such as the command.
     """
 
@@ -64,7 +64,7 @@ class Programs:
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
         """Return the program for a key. If there is none, create it with `make`, and drop others if necessary.
 
-        A dropped program is freed once no thread is running it. Keys are built by `Program`; the log compares them.
+        A dropped program is freed once no thread is running it. `Program` builds the keys, and the log compares them.
         """
         with self._lock:
             found = self._programs.get(key)
@@ -93,7 +93,7 @@ class Program:
     """A function that is compiled when called eagerly, as with `jax.jit`, and whose programs are cached in `PROGRAMS`.
 
     If the same shapes occur on different devices or under different jax settings, `jax.jit` compiles another program
-    within the same entry.
+    within the same entry of `PROGRAMS`.
 
     While the caller's code is being traced, calls run the function itself.
 
@@ -238,7 +238,7 @@ def _runs_on_cpu(leaves: list[Any]) -> bool:
 def _devices(leaves: list[Any]) -> Collection[Any]:
     """Return the devices that a program with these arguments runs on.
 
-    jax runs a program on the devices that its arguments are committed to, or else on the default device.
+    jax uses the devices that the arguments are committed to or, if none is committed, the default device.
     """
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)

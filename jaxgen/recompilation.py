@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Return the rank by which differences are sorted: prompts, then settings, then parts that follow from these."""
+    """Return a difference's rank for sorting: prompts first, then settings, then parts that follow from these."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 

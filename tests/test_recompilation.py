@@ -9,7 +9,7 @@ import pytest
 
 from jaxgen import Engine, GenerationConfig, generate, prefill, programs, score
 from jaxgen.programs import Program, Programs
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 from tests.support.streamers import Collector
 
 MODEL = model_config(num_hidden_layers=1)
@@ -107,8 +107,11 @@ DIFFERENCES = {
     ),
 }
 
+# Slow, because the other differences cover the same code.
+LIKE_OTHERS = {"batch", "option off", "one value or one per prompt", "model", "function of the same name"}
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+
+@pytest.mark.parametrize("name", [*sorted({*DIFFERENCES} - LIKE_OTHERS), *slow(*sorted(LIKE_OTHERS))])
 def test_differences_by_name(name, logged):
     before, after, difference = DIFFERENCES[name]
     assert logged(before, before, after, after) == ["compiling generate", f"compiling generate: {difference}"]

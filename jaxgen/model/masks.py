@@ -1,6 +1,6 @@
 """Placement of new tokens: their positions, their cache slots, and the tokens that each may attend to.
 
-All of these follow from a token's index in its row, counting real tokens only.
+All three are computed from a token's index in its row, which counts real tokens only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Visibility:
-    """Visibility of keys to queries, stored as one index per token; masks `[B, T, S]` are built block by block.
+    """Visibility of keys to queries, stored as one index per token. Masks `[B, T, S]` are built block by block.
 
     A query sees itself and the tokens before it, at most `window` tokens in total.
 
@@ -63,7 +63,7 @@ class Visibility:
         return jnp.min(jnp.where(visible, slot, keys.shape[1])), jnp.max(jnp.where(visible, slot + 1, 0))
 
     def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
-        """Restrict the keys to `size` slots of one part, from `start` on."""
+        """Restrict the keys to slots `start` to `start + size - 1` of one part."""
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
@@ -100,7 +100,7 @@ def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
     """Return `order`, with `EMPTY` for the keys whose `key_mask` is False.
 
     Args:
-        key_mask: bool[B, n], for the first n tokens of each row. Later tokens stay visible.
+        key_mask: bool[B, n], False for hidden tokens among the first n of each row. Later tokens stay visible.
         order: int32[B, S], the index of each key.
     """
     index = jnp.clip(order, 0, key_mask.shape[1] - 1)
@@ -120,8 +120,8 @@ def allocate_slots(
     """Assign slots to the new tokens marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache; the tokens' indices in their rows, int32[B, T]; their indices in the last part's arrays, int32[B, T],
-        past the end for padding; and bool[B], True for rows whose tokens do not fit.
+        The cache; the tokens' indices in their rows, int32[B, T]; the tokens' indices in the last part's arrays,
+        int32[B, T], past the end for padding and overflow; and bool[B], True for rows whose tokens do not fit.
     """
     batch, steps = mask.shape
     if cache.rows != batch:

@@ -1,6 +1,6 @@
-"""The built-in kinds of quantized weights, by their names in the argument `quantize`.
+"""Built-in kinds of quantized weights, by their names in the argument `quantize`.
 
-This module does not import jax, because the commands list the names in their help.
+This module does not import jax, so the commands can list the names in their help without loading jax.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
     Args:
         cfg: the model's config.
         positions: int32[B, T].
-        valid: bool[B, T], False for padding. Only the dynamic type reads it: a row's base grows with the largest
+        valid: bool[B, T], False for padding. Only the dynamic type uses this mask: a row's base grows with the largest
             position in that row. (transformers uses the largest position in the batch.)
         dtype: the dtype of the result; angles are always float32.
     """
@@ -60,7 +60,7 @@ def _inv_freq(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return float32[B, 1, H/2] with an NTK-aware base per row: `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    """Return float32[B, 1, H/2] with an NTK-aware base per row, as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
     dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
     assert rope.factor is not None
     length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)

@@ -32,8 +32,8 @@ _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
 _OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
 
-# The division of each layer's matrix [out, in], by the layer's name. A bias is divided like the outputs; all other
-# parameters are replicated.
+# The partitioning of each layer's matrix [out, in], by the layer's name. A bias is divided like the matrix's outputs;
+# all other parameters are replicated.
 _MATRICES = {
     "embed_tokens": _OUTPUTS,
     "lm_head": _OUTPUTS,
@@ -101,7 +101,7 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the sharding of each parameter, by its dotted name; `mesh` is as in `divide`.
 
-    If some parameters are `Weight`s, pass `weights`, the parameters by name; each array of a `Weight` has a sharding.
+    If some are `Weight`s, pass all parameters by name as `weights`: each array of a `Weight` has its own sharding.
     """
     mesh = divide(model, mesh)
     return {name: _sharding(name, weight, mesh) for name, weight in (weights or param_shapes(model)).items()}
@@ -148,7 +148,7 @@ def rows_on(mesh: Mesh | None, rows: int) -> int:
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Shard host arrays `[rows, ...]` over a mesh if `data` divides their number of rows; otherwise, return them."""
+    """Shard host arrays `[rows, ...]` over a mesh if `data` divides the number of rows; else, return them unchanged."""
     if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
         return tree
     sharding = NamedSharding(mesh, ROWS)
@@ -156,7 +156,7 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Copy all arrays of a tree that are not on a mesh to all devices of `mesh`; if `mesh` is None, return the tree.
+    """Replicate a tree's arrays over `mesh`, except those already on a mesh; if `mesh` is None, return the tree.
 
     Host arrays must be identical in all processes.
     """
@@ -188,7 +188,7 @@ def sharded_top_k(
     On a mesh, each device finds the largest entries in its part of V, and only these are exchanged.
 
     Returns:
-        The entries, or those of `values` (of x's shape) at the same positions; and the positions, from 0 to n*V - 1.
+        The entries, or the entries of `values` (shaped like x) at the same positions; and the positions, 0 to n*V - 1.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

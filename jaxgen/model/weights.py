@@ -33,7 +33,7 @@ class Weight(Protocol):
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each array, in a tree like this one; `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array, in a tree like this one; `spec` is that of the matrix."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
@@ -49,11 +49,11 @@ class Weight(Protocol):
 class Quantized(Weight, Protocol):
     """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
 
-    The first axis of each array indexes the matrix's rows, and each entry depends only on its row, because rows are
-    converted, read and concatenated separately. No array depends on `dtype`. The first array is not floating-point.
+    The first axis of each array indexes the matrix's rows, and each entry must depend only on its row, so that rows can
+    be converted, read and concatenated separately. No array depends on `dtype`. The first array is not floating-point.
 
     Attributes:
-        name: the value of `quantize`; the weights of a checkpoint are in `model.{name}.safetensors`.
+        name: the value of `quantize` for this kind; a checkpoint stores such weights in `model.{name}.safetensors`.
         title: an adjective for messages, such as "8-bit".
         tensors: each array's suffix and description, in the order of `jax.tree.leaves`. A tensor's name is the
             matrix's name plus the array's suffix ("" for the first array).
@@ -65,7 +65,7 @@ class Quantized(Weight, Protocol):
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Self:
-        """Return the numpy form of the weight that represents `matrix float32[n, D]` in `dtype`.
+        """Return a weight of numpy arrays that represents `matrix float32[n, D]` in `dtype`.
 
         Raises:
             InputError: the matrix cannot be represented. The message is a predicate, such as "is not finite".
@@ -73,7 +73,7 @@ class Quantized(Weight, Protocol):
         ...
 
     def to_matrix(self) -> np.ndarray:
-        """Return the matrix that the numpy form of a weight represents, as float32[n, D]."""
+        """Return the matrix that a weight of numpy arrays represents, as float32[n, D]."""
         ...
 
 

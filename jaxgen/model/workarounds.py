@@ -4,7 +4,7 @@ A function whose first argument is `plain` returns the result of `plain` for the
 result in a different form where a platform needs it. The CPU forms were measured with jax 0.10.2 and 0.12.0.1, the GPU
 forms with the compiler for an H100 with jax 0.10.2 to 0.11.2.
 
-`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile without each form for a CPU, and
+`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile for a CPU without each form, and
 `tests/test_compilers.py` does so for a GPU. Such a test fails once the compiler no longer needs the form, which can
 then be removed. Only a benchmark (`python -m benchmarks workarounds`) shows that `in_lanes` and `weight_first` are
 faster. No test compiles without `add_updates`.
@@ -26,8 +26,8 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, the weight is the left operand of a product with up to this many rows, if the weight itself has more rows.
-# Without AMX, this is faster for up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
+# On a CPU, a product with up to this many rows has the weight as its left operand, if the weight has more rows.
+# Without AMX, this is faster for up to 256 rows; with AMX, a product with 128 rows is 1.6 times slower this way.
 _SOME_ROWS = 32
 # Since jax 0.11, up to this many 16-bit rows are faster as the left operand, if they are not wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
@@ -43,7 +43,7 @@ _LONGEST_SUM = 9472
 _CACHED_BYTES = 8 << 20
 # Up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
-# On a GPU, each of up to this many rows is multiplied only by the update of its own adapter.
+# With up to this many rows, a GPU multiplies each row only by the update of its own adapter.
 _FEW_ROWS = 32
 
 
@@ -53,7 +53,7 @@ _FEW_ROWS = 32
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler hoists operations out of loops, or runs them early, and must then store their results, but moves
+    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. It moves
     nothing out of a branch. If `first` is all NaN, this branch is not taken, and all floats of the result are NaN.
     """
 
@@ -134,7 +134,7 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is known to be on one device; see `Context`.
+    """Return True if a CPU product's weight is known to be on a single device; see `Context`.
 
     Under the caller's jit, this is known only if the machine's CPU is a single device.
     """
@@ -167,11 +167,11 @@ def fits_lanes(rows: int, columns: int) -> bool:
 
 
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return one or two rows `[n, D]` times the transposed 16-bit or 8-bit `weight [F, D]`, as float32[n, F], on a CPU.
+    """On a CPU, multiply one or two rows `[n, D]` by the transposed 16- or 8-bit `weight [F, D]`; return float32[n, F].
 
-    For few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, the
-    weights are read once, as stored. Vector instructions add `_LANES` adjacent columns to as many separate sums; a
-    single sum over adjacent columns could not use such instructions.
+    For so few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, the
+    weights are read once, as stored. Vector instructions add the products of `_LANES` adjacent columns to `_LANES`
+    separate sums; a single sum over adjacent columns could not use such instructions.
     """
     return in_branch(_in_lanes, rows, weight)
 
@@ -182,7 +182,7 @@ def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
     # Sum over the terms, the lanes, and the groups. XLA merges sums with equal initial values into one with too many
-    # terms. A barrier prevents this too but, since jax 0.11.1, also keeps the sums from being fused, so each is stored.
+    # terms. A barrier would also prevent this but, since jax 0.11.1, would block fusion, so each sum would be stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
         sums = _lane_sum(sums, axis, initial)
     return sums
@@ -198,8 +198,8 @@ def _terms(columns: int) -> int:
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
-    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. A sum
-    with rounding is compiled by XLA. Devices cannot combine the parts of such a sum, so no axis may be split across
+    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. XLA
+    compiles a sum with rounding itself. Devices cannot combine the parts of such a sum, so no axis may be split across
     a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
@@ -209,8 +209,8 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
     """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
 
     The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
-    also splits long sums. `in_parts` cuts such sums into equally long parts that share one kernel. A weight that may
-    be split across a mesh is not cut, because its columns may be on several devices.
+    also splits long sums. `in_parts` cuts such sums into equally long parts that share one kernel. `in_parts`
+    must be False for a weight that may be split across a mesh, because the columns may be on several devices.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1
@@ -223,7 +223,7 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
 
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return `plain(ids, table)`, computed inside a branch on a CPU; rows of ids past the table's end are NaN.
+    """Return `plain(ids, table)`, computed inside a branch on a CPU; the rows for ids past the table's end are NaN.
 
     To gather from a 16-bit table, XLA's CPU compiler (but not in jax 0.12.0.1) converts the table to float32 and, in a
     loop, stores the whole copy. Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
@@ -268,8 +268,8 @@ def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
     """Normalize a row together with a row of zeros.
 
-    The compiler recognizes a norm only over several rows. It then fuses the norm with the product that follows, but not
-    if rows are concatenated before the norm or sliced after it.
+    XLA's GPU compiler recognizes a norm only if it has several rows. It then fuses the norm with the product that
+    follows, but not if rows are concatenated before the norm or sliced after it.
     """
     is_first = jnp.arange(2)[:, None] == 0
     rows = plain(jnp.where(is_first, row, 0), weight)

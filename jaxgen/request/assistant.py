@@ -24,14 +24,14 @@ _PADDING = 0.01
 
 @flax.struct.dataclass
 class Assistant:
-    """A draft model: its parameters and config. Only the model and the drafting settings of the config are used."""
+    """A draft model: its parameters and config. Of the config, only the model and the drafting settings are used."""
 
     params: Any
     cfg: GenerationConfig
 
 
 def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, GenerationConfig]:
-    """Check a call's `assistant`. Return it with all drafting settings, and the call's config without these settings.
+    """Check a call's `assistant`. Return it with the call's drafting settings, and the call's config without them.
 
     Raises:
         InputError: the assistant's parameters do not match its config, or its vocabulary differs from the model's.
@@ -90,7 +90,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Return `run` with a run of the draft model, which is the assistant or else the model's first layers."""
+    """Return `run` with a run of the draft model: the assistant or, if there is none, the model's first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

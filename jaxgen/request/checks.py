@@ -144,7 +144,7 @@ def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int
 
 
 def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
-    """Raise an error if the shortest string that an automaton accepts exceeds the budget."""
+    """Raise an error if an automaton's shortest string has more tokens than the budget."""
     least = np.asarray(automaton.shortest)[np.asarray(automaton.start)]
     least = np.broadcast_to(least, budget.shape)
     if len(rows := np.flatnonzero(least > budget)):
@@ -155,7 +155,7 @@ def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndar
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
-    """Return the key for sampling, or None for greedy search."""
+    """Check and return the key for sampling; return None for greedy search."""
     if not cfg.on("do_sample"):
         return None
     if key is None:
@@ -168,7 +168,7 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 
 
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
-    """Warn if a row cannot end within its budget, or may exceed the model's context.
+    """Warn if a row cannot reach its minimum length within its budget, or may exceed the model's context.
 
     transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings.
 

@@ -23,7 +23,7 @@ class Streamer(Protocol):
     """The interface of a `streamer`, as in transformers' `BaseStreamer`."""
 
     def put(self, value: np.ndarray) -> None:
-        """Receive the prompts, int32[B, P], in the first call, then the next token of each row, int32[rows]."""
+        """Receive the prompts, int32[B, P], in the first call, and each row's next token, int32[rows], afterwards."""
 
     def end(self) -> None:
         """Finish the stream."""
@@ -68,7 +68,7 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
 
 
 def compile_for(prepared: Prepared, watched: bool) -> None:
-    """Compile the programs that `run_whole` or `run_watched` needs for calls like this one, by running a few steps."""
+    """Compile the programs that `run_whole` or `run_watched` needs for calls like this one, by generating one token."""
     run, mode = prepared.run, prepared.mode
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
@@ -81,13 +81,13 @@ def compile_for(prepared: Prepared, watched: bool) -> None:
 
 
 def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks, dispatching each chunk before the tokens of the previous chunk are read.
+    """Run a call in chunks, dispatching each chunk before the tokens of the previous chunk are read.
 
     The first chunk is read before the second is dispatched, so that the first tokens need not wait for a compilation.
 
     Args:
         prepared: the call.
-        streamer: receives the tokens by row if it has `put_row`; otherwise, it receives the prompts, then each step.
+        streamer: receives the tokens by row if it has `put_row`; otherwise, the prompts, then the tokens of each step.
         deadline: the time to stop, as measured by `time.monotonic`, or None.
     """
     run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")

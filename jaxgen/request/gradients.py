@@ -16,8 +16,8 @@ T = TypeVar("T")
 def without_gradient(tree: T) -> T:
     """Return the tree unchanged. Differentiating with respect to its arrays raises an error before compilation.
 
-    This is a differentiation rule rather than a check of the arrays, because arrays under a jit inside the
-    differentiated function do not show that they are being differentiated.
+    This is a differentiation rule rather than a check of the arrays, because an array under a jit inside the
+    differentiated function does not show that it is being differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [

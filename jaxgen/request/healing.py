@@ -1,4 +1,4 @@
-"""Token healing: remove the last token of each prompt, and make the answer start with its text."""
+"""Token healing: remove the last token of each prompt, and make the answer start with that token's text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
-    """Return the prompts without their last tokens, and an automaton of strings that start with these tokens' bytes.
+    """Return the prompts without their last tokens, and an automaton for texts that start with these tokens' bytes.
 
     If the last token starts in the middle of a character, all tokens from the start of this character on are removed,
-    so that the answer has whole characters. A prompt stays unchanged if its last token has no text (like a special
-    token) or is its only token. Columns before the removed tokens move to the right, so the width does not change.
+    so that the answer starts with a whole character. A prompt stays unchanged if its last token has no text (like a
+    special token) or is its only token. Columns before the removed tokens move right, so the width does not change.
 
     Args:
         cfg: the config.
@@ -72,7 +72,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
     """Return the number of tokens to remove from a prompt with these token texts, and the removed text.
 
-    If no token after the prompt's first one starts a character, only the last token is removed.
+    If no token that may be removed starts a character, only the last token is removed.
     """
     last = texts[-1]
     if not last or len(texts) == 1:

@@ -85,7 +85,7 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
 
 
 def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = False) -> Array:
-    """Return the attention mask as bool[B, P]. If it is concrete, every row contains at least one token.
+    """Return the attention mask as bool[B, P]. In a concrete mask, each row must have at least one token.
 
     If `embedded`, the prompts are embeddings, and padding cannot be inferred from the ids.
     """
@@ -138,7 +138,7 @@ def _check_embeds(embeds: Array, model: ModelConfig) -> None:
 def negative_prompts(
     negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
 ) -> tuple[Array | None, Array | None]:
-    """Return the negative prompts for guidance, int32[B, Q], and their mask, bool[B, Q]. By default, both are None.
+    """Return negative prompts, int32[B, Q], and their mask, bool[B, Q]. Both are None by default or without guidance.
 
     Args:
         negative: the negative prompts that the caller passed, or None.

@@ -52,7 +52,7 @@ def caches_bytes(
 ) -> int:
     """Return the total size in bytes of a call's prompt and sequence caches and of an engine's prefix store.
 
-    With `slots`, this many rows are in memory, even if there are fewer sequences.
+    With `slots`, memory is allocated for this many rows, even if there are fewer sequences.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
@@ -83,9 +83,9 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest changes that make a request fit into `free` bytes: each one that suffices alone, or else a combination.
+    """Suggest changes that fit a request into `free` bytes: all that suffice alone or, if none does, a combination.
 
-    `needed` returns the number of bytes for changed arguments. `more` adds changes to `_REMEDIES`.
+    `needed` returns the number of bytes that the changed arguments require. `more` adds changes to `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:

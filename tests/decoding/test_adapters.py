@@ -33,11 +33,11 @@ def params(tmp_path_factory):
 
 MODES = [
     {},
-    {"num_beams": 3, "num_return_sequences": 2},
     {"guidance_scale": 1.5},
 ]
-# Other tests cover similar cases: groups reorder rows as beam search does, and test_forward.py tests chunks.
+# Slow modes. Other tests cover similar cases: test_forward.py tests chunks, and other files test these modes.
 LIKE_OTHERS = [
+    {"num_beams": 3, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 2},
     {"slots": 2},
     {"penalty_alpha": 0.6, "top_k": 4},

@@ -60,6 +60,7 @@ def test_a_second_call_loses_nothing(counting):
         assert one.result(300)[0].tokens == two.result(300)[0].tokens == list(range(prompt[0] + 1, prompt[0] + 13))
 
 
+@pytest.mark.slow
 def test_no_token_is_lost_while_another_one_is_read(counting):
     """transformers, issue 40479: tokens arriving during an iteration were lost. Here, every reader gets all tokens."""
     handle = counting.submit([20])

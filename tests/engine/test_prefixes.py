@@ -99,6 +99,7 @@ def test_a_system_prompt_of_1000_tokens_is_read_once_for_30_prompts():
     assert cached == [0] + [1000 // 128 * 128] * 29
 
 
+@pytest.mark.slow
 def test_new_weights_empty_the_store():
     cfg, [prompt] = config(), related_prompts(1, seed=4)
     changed = jax.tree.map(lambda x: x * 1.25, random_params(cfg.model))

@@ -232,7 +232,7 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize("name", ["generate", "score_many", *slow("no cache", "from slot 0")])
+@pytest.mark.parametrize("name", ["generate", *slow("score_many", "no cache", "from slot 0")])
 def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
     """Several blocks give the same outputs as a single block of all queries, with padding on either side."""
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 300)), jnp.int32)

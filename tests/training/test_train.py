@@ -155,6 +155,7 @@ def test_gradients_are_clipped():
     np.testing.assert_allclose(first, 1e-3 * (1 - CFG.b1), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_dropout_differs_by_step_only():
     step, data = step_of(LEARNING, DROPOUT), take(rows(), 4)
 
