@@ -1,7 +1,7 @@
 """Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-By itself, `Continuous` decodes a fixed list of prompts. Here, each chunk first applies the `Arrivals` since the
-previous chunk, and returns a `Journal` of its own events.
+By itself, `Continuous` decodes a fixed list of prompts. Here, each chunk starts by applying the `Arrivals` since the
+previous chunk, and ends by returning a `Journal` of what happened in it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
         mode: the mode.
         key_impl: the implementation of the random keys, as for the `impl` of `jax.random.key`.
         places: the maximum number of waiting prompts.
-        entries: the number of journal entries per slot.
+        entries: the capacity of the journal, in entries per slot.
         stored: the capacity of the prefix store, in chunks; 0 for no store.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
@@ -94,11 +94,11 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
 def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str, **sizes: int):
     """Run a chunk from the initial state; `sizes` are those of `open_queue`.
 
-    On a mesh, this divides the initial state like the state that it returns. By itself, `open_queue` would place all of
-    it on each device.
+    On a mesh, this divides the initial state in the same way as the returned state. If `open_queue` ran as a separate
+    program, every device would store the whole initial state.
     """
     state = open_queue(run, arrivals, mode, key_impl, **sizes)
-    # jax would compile the next chunk for a count that isn't on the mesh, and later chunks again.
+    # Without this, the next chunk would be compiled for a step count that is not on the mesh, and later chunks again.
     state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
     return run_chunk(run, state, arrivals, steps, mode, key_impl)
 

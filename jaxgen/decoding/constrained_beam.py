@@ -63,7 +63,7 @@ class ConstrainedBeamSearch(BeamSearch):
 
 
 def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
-    """Return one proposal per beam, constraint and alternative, [S, k * C * A]; its token is -1 if there is none."""
+    """Return a proposal per beam, constraint and alternative, [S, k * C * A]. A token of -1 means no proposal."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
     # A token may begin several constraints, but each row proposes it only once.
@@ -79,7 +79,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """Return each continuation's bank, int32[S, n], from its new `state`. The last `proposed` columns are proposals."""
+    """Return each continuation's bank in the new `state`, int32[S, n]. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     before = _state(step.beams.rows)
@@ -91,7 +91,7 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
     """Return which proposals differ from every `known` continuation in token or text, as bool[S, E].
 
-    Several beams may have the same text; initially, all beams do. Only proposals of the first such beam count.
+    Several beams may have the same text; initially, all beams do. Of these, only the first beam's proposals count.
     """
     history, (searches, count, _) = step.beams.rows.history, step.totals.shape
     text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)

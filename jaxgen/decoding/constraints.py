@@ -130,7 +130,7 @@ class ConstraintAutomaton:
         return jnp.where(busy, jnp.where(current, continues, -1), begins)
 
     def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
-        """Return the banks by which proposals are sorted, int32[rows, C, A].
+        """Return the banks, int32[rows, C, A], by which proposals are sorted.
 
         In transformers, all copies of a constraint in progress share one list of matched tokens. A row's proposals
         are therefore added to this list in turn. A proposal that does not continue the list makes no progress.

@@ -22,8 +22,8 @@ class Continuation:
         kv: keys and values. On a mesh, there may be more than B rows; rows after the first B are padding.
         tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for tokens given as embeddings; None if
             the ids are not known, as for a cache filled by `CausalLM`.
-        count: int32[B], the number of tokens in each row. This is one more than in `kv` if the model has not yet read
-            the last generated token.
+        count: int32[B], the number of tokens in each row. `kv` contains one token fewer if the model has not yet
+            read the last generated token.
     """
 
     kv: KVCache

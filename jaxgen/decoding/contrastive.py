@@ -4,7 +4,7 @@ In each step, the model reads the candidates of each row: its k most likely next
 candidate that is likely and whose hidden state differs from the states of earlier tokens in the row. The model has
 therefore already read every chosen token, including the last one.
 
-The candidate rows of a prompt share slots, so choosing a candidate does not move any keys or values.
+The candidate rows of a prompt share their cache slots, so choosing a candidate does not move any keys or values.
 """
 
 from __future__ import annotations

@@ -122,10 +122,10 @@ def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -
 
 
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
-    """Return the divergence of each layer's distribution from the mature one, float32[C, rows].
+    """Return the divergence of each candidate layer's distribution from the last layer's, float32[C, rows].
 
     This is transformers' variant of the Jensen-Shannon divergence: the mean of KL(average, mature) and KL(average,
-    premature), where `average` is the mean of both distributions. Tokens that a hook has banned are not counted.
+    premature), where `average` is the mean of the two distributions. Tokens that a hook has banned are not counted.
     `log_mature` is float32[1, rows, V], and `log_premature` is float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))

@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return the maximum draft length, int32[B]: the smaller of `width` and the remaining budget - 1; 0 if done."""
+    """Return the maximum draft length, int32[B]: the remaining budget - 1, at most `width`; 0 for finished rows."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
@@ -200,12 +200,12 @@ def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tok
 
 
 def _known(drafting: Run, ids: jax.Array) -> jax.Array:
-    """Clip ids to the draft model's vocabulary, which may have less padding than the model's."""
+    """Clip ids to the draft model's vocabulary, which may have less padding than the main model's."""
     return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
 
 
 def _resized(logits: jax.Array, vocab: int) -> jax.Array:
-    """Resize the draft model's logits to `[B, vocab]`, because the model's vocabulary may be padded differently."""
+    """Resize the draft model's logits to `[B, vocab]`, because the main model may pad its vocabulary differently."""
     missing = max(vocab - logits.shape[1], 0)
     return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 

@@ -27,7 +27,7 @@ class Extensions:
         criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after a token is appended.
         allowed: the automaton or function that determines which tokens may follow; None allows all tokens.
         stop_strings: the automaton of the stop strings, or None.
-        hook: an object that is called before and after each pass of the model, or None.
+        hook: an object whose methods are called before and after each pass of the model, or None.
     """
 
     processors: tuple[Any, ...] = ()

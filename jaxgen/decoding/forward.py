@@ -36,7 +36,7 @@ class ModelInputs:
         inputs_embeds: `[streams * rows, T, D]`, embeddings instead of ids, or None.
         position_ids: int32[streams * rows, T], or None to use each token's index in its row.
         key_mask: bool[streams * rows, W], True for tokens of the row that may be attended to; None for all tokens.
-        adapter: int32[streams * rows], the adapter of each row, or None without adapters.
+        adapter: int32[streams * rows], the adapter of each row, or None if there are no adapters.
     """
 
     mask: jax.Array
@@ -147,7 +147,7 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
 def observe(
     run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, score: Score | None = None
 ) -> tuple[jax.Array, jax.Array, Rows]:
-    """Return a column's logits, float32[rows, V], its unprocessed scores, and the rows with the hook's new state.
+    """Return a column's logits and unprocessed scores, both float32[rows, V], and the rows with the hook's new state.
 
     The hook is called first and may change the logits. The scores are the logits or the result of `score`, after
     guidance. The hook's state changes only in the rows where `live bool[rows]` is True.

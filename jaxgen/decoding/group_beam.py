@@ -1,7 +1,7 @@
 """Diverse beam search (arXiv 1610.02424): transformers' `GenerationMixin._group_beam_search`.
 
-Each prompt has one search per group of beams. In each step, the groups choose their tokens one after the other, and
-`diversity_penalty` lowers the scores of tokens that earlier groups have chosen.
+Each prompt has one search per group of beams. In each step, the groups choose their tokens one after the other.
+`diversity_penalty` lowers the scores of tokens that previous groups have chosen in the same step.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ class Journal:
     """Entries since the journal was last cleared. Each entry is a row of numbers.
 
     The columns are the prompt's number, the sequence's index within the prompt, the token or `NO_TOKEN`, and the
-    `StopReason` or 0. If log-probabilities are recorded, more columns follow: the bits of the token's log-probability,
-    the ids of the most likely tokens, and the bits of their log-probabilities.
+    `StopReason`, which is 0 if the sequence continues. If log-probabilities are recorded, more columns follow: the bits
+    of the token's log-probability, the ids of the most likely tokens, and the bits of their log-probabilities.
 
     Attributes:
         entries: int32[E, C], the entries, followed by unused rows.
         count: int32[], the number of entries.
-        rows: the maximum number of entries that one step adds, static.
+        rows: the maximum number of entries that one step adds; static.
     """
 
     entries: jax.Array

@@ -42,7 +42,7 @@ class Mode(abc.ABC):
         drafts: the mode reads drafted tokens.
         replays: `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
         refills: rows can leave and be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
-        watched: the number of steps between two reads of the tokens by the host, with a streamer or `max_time`.
+        watched: with a streamer or `max_time`, the host reads the tokens after every `watched` steps.
         no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
@@ -125,7 +125,7 @@ class Progress:
 
 @flax.struct.dataclass
 class Decoded:
-    """The result of a run. Rows are the R sequences of prompt 0, then those of prompt 1, and so on.
+    """The result of a run. The rows are the R sequences of prompt 0, then those of prompt 1, and so on.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.

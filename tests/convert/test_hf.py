@@ -482,7 +482,7 @@ assert convert.__main__.main([*sys.argv[1:3], *(["--dtype", sys.argv[3]] if sys.
 
 @pytest.fixture(scope="module")
 def half_billion(tmp_path_factory):
-    """Yield a bfloat16 checkpoint in three files with the shapes of Qwen2.5-0.5B, and its size in bytes."""
+    """Yield the path and size in bytes of a three-file bfloat16 checkpoint with the shapes of Qwen2.5-0.5B."""
     config = QWEN2 | {
         "vocab_size": 151936,
         "hidden_size": 896,
@@ -494,7 +494,7 @@ def half_billion(tmp_path_factory):
     tensors = {name: np.resize(block, shape) for name, shape in shapes(config).items()}
     path = write(tmp_path_factory.mktemp("half_billion") / "x", config, tensors, shards=3)
     yield path, sum(tensor.nbytes for tensor in tensors.values())
-    shutil.rmtree(path)  # pytest would keep the last three
+    shutil.rmtree(path)  # pytest would keep those of the last three runs
 
 
 @pytest.mark.slow

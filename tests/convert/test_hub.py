@@ -1,4 +1,4 @@
-"""Downloads from a hub in this process, which implements only what huggingface_hub needs for a download."""
+"""Downloads from a local hub server that implements only what huggingface_hub needs for a download."""
 
 import hashlib
 import json
@@ -26,10 +26,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(r"/api/models/(?P<model>.+?)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
 FILE = re.compile(r"/(?P<model>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
-# Reads lines of JSON, each with hub ids, an environment, and the files for stdout and stderr. For each line it forks a
-# process, because huggingface_hub reads the environment only once. The process calls local_directory and writes the
-# result or the error as JSON; this program prints the exit status. Because the parent has already imported jax, a fork
-# starts fast. Retries do not sleep.
+# This program reads lines of JSON, each with hub ids, an environment, and the files for stdout and stderr. For each
+# line it forks a process, because huggingface_hub reads the environment only once. The process calls local_directory
+# and writes the result or the error as JSON; the program then prints the process's exit status. A fork starts fast,
+# because the program has already imported jax. Retries do not sleep.
 CALLS = """
 import json, os, signal, sys, time
 
@@ -58,10 +58,10 @@ for line in sys.stdin:
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub that serves `models`, each a dict of files, and answers ids in `refused` with a status and an error code.
+    """A hub that serves `models`, each a dict of files. `refused` maps ids to an HTTP status and an error code.
 
-    The code None refuses a whole model, and "GatedRepo" only its files. The first `cuts` responses with weights are cut
-    short. `commit` and `etag` are sent (None: the correct etag). `asked` lists the files that were downloaded.
+    If the code is None, all requests for that model fail; otherwise, only those for files. The first `cuts` downloads
+    of weights are cut short. Responses contain `commit` and `etag` (None: the correct etag). `asked` lists downloads.
     """
 
     def __init__(self):
@@ -184,7 +184,7 @@ def hub(checkpoint):
 
 @pytest.fixture(scope="module")
 def caller():
-    """Yield a process that runs CALLS and forks for each call."""
+    """Yield a process that runs the program CALLS."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CALLS]
@@ -280,7 +280,7 @@ def test_without_a_connection(fetch):
 
 @pytest.mark.slow
 def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
-    """Old releases fail where new ones resume. In both cases, a partial file is never used."""
+    """Old releases of huggingface_hub fail, and new ones resume the download. Neither uses a partial file."""
     hub.cuts = 10**6
     ((kind, text),) = fetch("owner/model")
     assert kind == "InputError"

@@ -104,7 +104,7 @@ def test_shards_and_their_index(tmp_path, call, monkeypatch):
 
 
 def rounded(path) -> dict:
-    """Return a quantized directory's matrices in float32, and its other parameters unchanged."""
+    """Return a quantized checkpoint's matrices, dequantized to float32, and its other parameters unchanged."""
     arrays = load_file(path / FILE)
     return {
         name: x.astype(np.float32) * arrays[f"{name}_scale"][:, None] if x.dtype == np.int8 else x

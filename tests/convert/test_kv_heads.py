@@ -36,7 +36,7 @@ def is_pooled(name: str) -> bool:
 
 
 def pooled(tensors: dict, kv_heads: int, dtype: str | None = None) -> dict[str, np.ndarray]:
-    """Return the reference: the mean of each group's heads, summed one by one in float32."""
+    """Return the expected tensors: keys and values are means of groups of heads, summed in order in float32."""
     result = {}
     for name, tensor in tensors.items():
         if is_pooled(name):
@@ -91,7 +91,7 @@ def test_heads_are_averaged_and_nothing_else_changes(call, tmp_path, config, kv_
 
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_mean_is_taken_in_float32_and_rounded_once(call, tmp_path, qwen2, monkeypatch, stored, wanted):
-    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # smaller than a pooled projection
+    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # so that a pooled projection takes several chunks
     tensors = weights(QWEN2 | FOUR_HEADS, stored)
     source = write(tmp_path / "x", QWEN2 | FOUR_HEADS, tensors)
     cast = ["--dtype", wanted] if wanted else []
@@ -115,7 +115,7 @@ def test_groups_of_three(call, tmp_path):
 
 @pytest.mark.parametrize(("config", "kv_heads"), FEWER)
 def test_equal_heads_make_an_equal_model(call, tmp_path, config, kv_heads):
-    """The mean of equal heads is the head itself, so with correct groups the smaller model is equivalent."""
+    """The mean of equal heads is the head itself, so if the heads are grouped correctly, the models are equal."""
 
     def arrange(path, order):
         """Write a model with `kv_heads` different key-value heads, repeated in the given order."""
@@ -167,7 +167,7 @@ def test_a_pooled_value_that_does_not_fit(call, tmp_path):
     config = LLAMA | FOUR_HEADS
     tensors = weights(config)
     tensors[KEYS][:2, 0] = 1e5, 1e30
-    tensors[KEYS][HEAD, 0] = -1e5  # the mean with row 0 is in range
+    tensors[KEYS][HEAD, 0] = -1e5  # its mean with row 0 is in range
     status, _, err = call(
         write(tmp_path / "x", config, tensors), tmp_path / "out", "--kv-heads", 2, "--dtype", "float16"
     )

@@ -139,7 +139,7 @@ def test_a_file_cut_after_its_header_was_read(file):
 
 
 def test_a_file_cut_while_it_is_open(file):
-    """With the library's memory map, this would end the process with SIGBUS."""
+    """Reading through the library's memory map would kill the process with SIGBUS."""
     save_file({"x": np.zeros(1 << 20, np.float32)}, file)
     with _open(file) as opened:
         os.truncate(file, 1000)
@@ -177,7 +177,7 @@ def test_a_flipped_header_byte_is_noticed_or_changes_no_place(file):
             except CheckpointError:
                 noticed += 1
                 continue
-            # The change only altered a name, a shape of the same size, or a dtype of the same width.
+            # The flip changed only a name, a shape to one of the same size, or a dtype to one of the same width.
             assert sorted(tensor.nbytes for tensor in tensors.values()) == [4, 24]
             assert sorted(tensor.offset - start for tensor in tensors.values()) == [0, 24]
     assert noticed > 1.5 * start

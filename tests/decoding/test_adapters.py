@@ -19,7 +19,7 @@ MODEL = model_config(vocab_size=61)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=10, pad_token_id=0)
 PARAMS = random_params(MODEL, scale=0.3)
 UPDATES = [factors(MODEL, rank, seed, scale=0.2) for seed, rank in enumerate((4, 2, 3))]
-MERGED = [*(merged(PARAMS, own) for own in UPDATES), PARAMS]  # index -1 means no adapter
+MERGED = [*(merged(PARAMS, own) for own in UPDATES), PARAMS]  # index -1, no adapter, is PARAMS
 CHOSEN = [0, 2, 1, -1]
 IDS = np.random.default_rng(0).integers(0, 61, (4, 7))
 KEYS = jax.random.split(jax.random.key(3), 4)
@@ -127,7 +127,7 @@ def test_an_engine_serves_all_adapters(params):
 
 @pytest.mark.parametrize("ends", [(6,), (2, 4, 9)])
 def test_both_forms_of_the_update(ends):
-    """The GPU's form for few rows computes the same update as the general form."""
+    """The GPU's code for a few rows computes the same update as the general code."""
     rng = np.random.default_rng(0)
     count, rank, features = 3, 2, ends[-1]
     a, b = rng.normal(size=(count, len(ends), rank, 5)), rng.normal(size=(count, rank, features))

@@ -31,7 +31,7 @@ NEW = 12
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[7, 20])
 SAMPLED = CFG.replace(do_sample=True, top_k=0, temperature=1.5)
 KEY = jax.random.key(3)
-# The last layer changes the hidden states little, so the model's own first layer is a good draft.
+# The last layer changes the hidden states little, so the first layer alone makes good drafts.
 FLAT = {**PARAMS, "model": {**PARAMS["model"], "layers": {**PARAMS["model"]["layers"]}}}
 FLAT["model"]["layers"]["1"] = jax.tree.map(lambda x: x * 0.3, PARAMS["model"]["layers"]["1"])
 ASSISTANTS = {
@@ -99,9 +99,9 @@ def test_lookup_copies_a_text_that_repeats():
     cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, pad_token_id=0)
     out = generate(cfg.replace(eos_token_id=[[], [6]]), [[*range(8), 0], [5, 6]], params=counting_params(cfg))
     assert all_generated(out) == [[n % 8 for n in range(1, 21)], [7, 0, 1, 2, 3, 4, 5, 6]]
-    # The first row wraps around: the prompt gives one token, then each pass accepts 4 drafted tokens and adds one.
+    # In the first row, reading the prompt yields one token; then each pass accepts up to 4 drafts and adds one token.
     assert int(out.accepted[0]) == int(out.drafted[0]) == 15
-    # The second row's prompt ends with its eos token, and lookup can only find that 6 follows 5.
+    # The second row's prompt ends with its eos token. Lookup can draft only one right token: 6 after 5.
     assert int(out.accepted[1]) == 1
 
 
@@ -124,7 +124,7 @@ def test_lookup(sampled):
 
 
 class Schedule:
-    """The numbers of tokens that transformers drafts and accepts for a row. Only the first `right` drafts are right."""
+    """The numbers of tokens that transformers drafts and accepts for a row. Drafts are right up to token `right`."""
 
     def __init__(self, budget: int, wanted: int, right: int, grows: bool):
         self.drafted = self.accepted = 0
@@ -141,7 +141,7 @@ class Schedule:
 def test_schedules(schedule):
     cfg = counting_config(vocab_size=50, max_new_tokens=40)
     params = counting_params(cfg)
-    # An assistant that counts to 24, and predicts 0 where the next token would be 25 or more.
+    # An assistant that counts correctly to 24, and predicts 0 instead of 25 or more.
     wrong = counting_params(cfg)
     table = wrong["lm_head"]["weight"]
     wrong["lm_head"]["weight"] = table.at[0].add(table[25:].sum(axis=0)).at[25:].set(0.0)
@@ -323,7 +323,7 @@ def test_settings_that_prompt_lookup_ignores_draw_a_warning():
 
 @pytest.mark.slow
 def test_trained_checkpoints(data):
-    """A model that is its own draft is always right, and lookup finds text that repeats."""
+    """A model that drafts for itself is always right, and prompt lookup finds repeated text."""
     folder = data / "checkpoints" / "stories260K-hf"
     (params, cfg), tokenizer = load_hf(folder), Tokenizer.from_pretrained(folder)
     batch = tokenizer.batch(["Once upon a time", "Lily and Tom"])

@@ -320,7 +320,7 @@ def test_new_values_compile_nothing():
 
 @pytest.mark.slow
 def test_beam_sampling_draws_without_replacement():
-    """The result of one step is the best two of four distinct tokens. Compare 2,000 prompts with all possible draws."""
+    """One step draws four distinct tokens and returns the best two. Compare 2,000 results with the probabilities."""
     model = model_config(vocab_size=9)
     params, prompts = random_params(model), 2000
     cfg = CFG.replace(model=model, max_new_tokens=1, num_beams=2, num_return_sequences=2)
@@ -339,4 +339,4 @@ def test_beam_sampling_draws_without_replacement():
     statistic = np.sum((counts - expected)[likely] ** 2 / expected[likely])
     assert likely.sum() > 8
     assert counts[~likely].sum() <= 2 * expected[~likely].sum() + 10
-    assert statistic < likely.sum() + 3.5 * np.sqrt(2 * likely.sum())  # about one key in several thousand fails
+    assert statistic < likely.sum() + 3.5 * np.sqrt(2 * likely.sum())  # fails for about one key in several thousand

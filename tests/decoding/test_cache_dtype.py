@@ -35,7 +35,7 @@ def generated(ids=IDS, cfg=CFG, mask=None, **fields) -> np.ndarray:
 
 
 def test_tokens_are_those_of_a_pass_over_the_whole_text():
-    """Each token is the most likely one after a single pass over all earlier tokens into an empty 8-bit cache."""
+    """A single pass over the whole text, into an empty 8-bit cache, predicts the generated tokens."""
     out = generate(PARAMS, IDS, None, CFG.replace(eos_token_id=None))
     rows, width = out.sequences.shape
     cache = KVCache.create(MODEL, rows, width, "int8")

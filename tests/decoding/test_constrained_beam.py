@@ -154,7 +154,7 @@ def test_a_phrase_may_end_the_text():
 @pytest.mark.slow
 def test_other_options_work_together():
     def banned(history, scores):
-        return scores.at[:, 41].set(-jnp.inf)  # so only 42 can follow 40
+        return scores.at[:, 41].set(-jnp.inf)  # makes the phrase [40, 41] impossible
 
     cfg = CFG.replace(
         guidance_scale=1.3,

@@ -13,7 +13,7 @@ from tests.support.models import slow
 
 
 def follow(words, tokens):
-    """Return the pending words, the word in progress (or None), its matched tokens, and how many words are met."""
+    """Return the pending words, the word in progress (or None), its matched tokens, and the number of words met."""
     pending, current, matched, met = list(words), None, [], 0
     for token in tokens:
         longer = [*matched, token]
@@ -41,7 +41,7 @@ def longest(words):
 
 
 def proposals_of(words, tokens):
-    """Return the tokens that make progress, and their banks as transformers computes them from a shared list."""
+    """Map each token that makes progress to its bank, which transformers computes from a list that all tokens share."""
     pending, current, matched, met = follow(words, tokens)
     if current is None:
         return {a[0]: bank_of(words, [*tokens, a[0]]) for word in pending for a in word}
@@ -104,7 +104,7 @@ def test_random_words_and_texts(seed):
             assert {token for token, _ in pairs} == wanted.keys()
             assert set(wanted.items()) <= pairs
             broken += len(wanted) > 1 and min(wanted.values()) < bank_of(words, text)
-    assert broken > 5  # the shared list makes a difference
+    assert broken > 5  # how often the shared list matters
 
 
 def test_a_broken_phrase_goes_to_the_end_of_the_queue():

@@ -158,7 +158,7 @@ def test_a_cache_of_the_model_alone():
     for options in ({"repetition_penalty": 1.2}, {"forced_bos_token_id": 3}, {"forced_decoder_ids": [[6, 30]]}):
         with pytest.raises(InputError, match=f"{next(iter(options))} depends on all tokens"):
             generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
-    with pytest.raises(InputError, match="repetition_penalty depends on all tokens"):  # a later call is refused too
+    with pytest.raises(InputError, match="repetition_penalty depends on all tokens"):  # the same in a later call
         generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
 
 
@@ -238,13 +238,13 @@ SYSTEM = [40, 41, 42, 43]
 def test_a_prefix_is_shared_by_many_prompts(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(3) if cfg.do_sample else None
-    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # the eos ids of the later prompts
+    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # eos ids for PROMPTS
     assert system.rows == 1
     out, said = run(PROMPTS, cfg, key, cache=system)
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
     if not cfg.on("guidance_scale"):
         assert out.cache.kv.parts[0].rows == 1  # shared, not one per prompt
-    # The prefix is not used up: continuing from the results gives the tokens of a run over the whole text.
+    # The prefix is unchanged: continuing from the results gives the same tokens as a run over the whole text.
     following = FOLLOWING * cfg.num_return_sequences
     if cfg.num_return_sequences == 1:
         on = run(following, cfg, key, cache=out.cache)[1]

@@ -39,7 +39,7 @@ def states(model, params, embeds):
 
 
 def last_states(embeds) -> np.ndarray:
-    """Return the last layer's hidden states [T, D] for embeddings [T, D]. One program serves all T."""
+    """Return the last layer's hidden states [T, D] for embeddings [T, D]. One program serves any T."""
     return np.asarray(states(MODEL, PARAMS, padded(embeds)), np.float64)[: len(embeds)]
 
 
@@ -186,7 +186,7 @@ def test_processors_criteria_and_a_prefix_function():
     cfg = CFG.replace(repetition_penalty=1.3)
     more = {"logits_processor": [discourage], "stopping_criteria": [criterion], "prefix_allowed_tokens_fn": allowed}
     out = run(cfg, **more)
-    assert len(asked) == int(out.lengths.sum())  # called for chosen tokens only
+    assert len(asked) == int(out.lengths.sum())  # called for chosen tokens, not for all candidates
     for row, prompt in enumerate(PROMPTS):
 
         def process(tokens, scores, row=row, prompt=prompt):

@@ -18,7 +18,7 @@ KEY = jax.random.key(2)
 
 
 def assert_rows_of(out, sampled, greedy) -> None:
-    """Check that sampling rows equal those of a run in which all rows sample, and other rows those of greedy search."""
+    """Check that sampling rows equal those of the run `sampled`, and all other rows those of the run `greedy`."""
     for name in ("sequences", "lengths", "stop_reasons"):
         expected = np.where(SAMPLES.reshape(-1, *[1] * (np.ndim(getattr(out, name)) - 1)), *(
             np.asarray(getattr(run, name)) for run in (sampled, greedy)

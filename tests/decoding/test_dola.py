@@ -40,7 +40,7 @@ def log_softmax(x):
 
 
 def read(tokens):
-    """Return the last layer's logits after the tokens, and all earlier layers' logits without the final norm."""
+    """Return the last layer's logits for the next token, and those of all earlier layers without the final norm."""
     ids = np.zeros((1, 32), np.int32)
     ids[0, : len(tokens)] = tokens
     out = APPLY(ids)
@@ -69,7 +69,7 @@ def penalized(scores, tokens, penalty):
 
 
 def plain(prompt, cfg, guide=None, change=lambda logits: logits):
-    """Run greedy search with DoLa, and return the tokens, the scores of each step, and the layers."""
+    """Run greedy search with DoLa, and return the tokens, the scores of each step, and the chosen layers."""
     tokens, steps, chosen = list(prompt), [], []
     for _ in range(cfg.max_new_tokens):
         mature, premature = read(tokens)

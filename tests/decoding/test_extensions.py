@@ -19,7 +19,7 @@ IDS = [[3], [7]]
 
 
 def shout(history, scores):
-    """Ban the token that comes after the last one in counting order."""
+    """Ban the token whose id is one higher than that of the last token."""
     following = (history.last(1) + 1) % scores.shape[-1]
     return scores.at[jnp.arange(scores.shape[0]), following[:, 0]].set(-jnp.inf)
 
@@ -238,7 +238,7 @@ def test_a_json_schema_is_kept_to(storyteller):
     ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)
     out = generate(params, ids, keys, cfg.replace(max_new_tokens=128), prefix_allowed_tokens_fn=automaton)
     for text, reason in zip(TOKENIZER.decode_batch(out), out.stop_reasons.tolist(), strict=True):
-        assert reason in (StopReason.EOS, StopReason.LENGTH)  # the grammar ends a long number within the budget
+        assert reason in (StopReason.EOS, StopReason.LENGTH)  # the grammar completes the JSON within the budget
         value = json.loads(text)
         assert value.keys() == {"name", "age", "kind", "friends"}
         assert len(value["name"]) <= 12

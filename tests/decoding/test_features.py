@@ -51,7 +51,7 @@ MODES = {
 }
 BEAMS = [name for name in MODES if "beam" in name]
 ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_assistant_tokens=2))
-# Features that a mode does not support, with the error.
+# Combinations of a feature and a mode that are not supported, each with its error.
 REFUSED = {
     ("cache=", "contrastive search"): ConfigError,
     **{("streamer", name): InputError for name in BEAMS},
@@ -117,7 +117,7 @@ def stopping(mode):
 
 
 def own_stop_strings(mode):
-    """In a batch, each prompt stops where it stops alone."""
+    """Each prompt in a batch stops where it would stop alone."""
     rows = (0, 1, 1, 0)
     plain = all_generated(generate(mode, rows))
     copies = len(plain) // 4
@@ -146,7 +146,7 @@ def prefix_function(mode):
 
     prompts = np.repeat([71, 66], 2 if MODES[mode].get("num_return_sequences") else 1)
     out = generate(mode, prefix_allowed_tokens_fn=same_parity)
-    # Forced words contain even and odd tokens. A beam with a banned token has the score -inf.
+    # Forced words contain even and odd tokens, so a beam may contain a banned token. Its score is then -inf.
     allowed = [True] * len(prompts) if out.sequences_scores is None else np.isfinite(out.sequences_scores)
     assert sum(allowed) >= 1
     for row, tokens in enumerate(all_generated(out)):
@@ -171,7 +171,7 @@ def hook(mode):
 def guidance(mode):
     guided = generate(mode, guidance_scale=3.0, negative_prompt_ids=[[90, 91]] * 2)
     assert all_generated(guided) != all_generated(generate(mode))
-    if mode != "DoLa":  # in DoLa, guidance moves away from scores without contrast
+    if mode != "DoLa":  # DoLa does not contrast the negative prompt's scores
         same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
         assert all_generated(generate(mode, guidance_scale=3.0, **same)) == all_generated(generate(mode))
 
@@ -212,7 +212,7 @@ def records(mode):
     assert len(out.hidden_states.decode) == 2
     assert len(out.attentions.decode) == 1
     scores = compute_transition_scores(out.sequences, out.scores, out.beam_indices, normalize_logits=True)
-    if mode != "constrained beam search":  # its scores include the beam's, as in transformers
+    if mode != "constrained beam search":  # its scores include the beam's score, as in transformers
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-4)
 
 
@@ -266,7 +266,7 @@ FEATURES = {
     "your own jit": under_jit,
 }
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
-# The seed chooses a seventh of the table, because most cells compile a few programs of their own.
+# Only a seventh of the table is tested, chosen by the seed, because most cells compile programs of their own.
 CELLS = [(feature, mode) for feature in FEATURES for mode in MODES][SEED % 7 :: 7]
 
 

@@ -58,7 +58,7 @@ def test_padded_columns_have_no_tokens():
 
 @pytest.fixture(scope="module")
 def passes():
-    """Return outputs for prompts read whole and in chunks, for more tokens in two rows, and without a cache."""
+    """Return outputs for prompts read whole and in chunks, more tokens (last and all logits), and no cache."""
     given = prepared(PROMPTS, CFG, PARAMS)
     sizes = dataclasses.replace(given.run.sizes, needs=Needs(layer_states=True, final_states=True))
     run = dataclasses.replace(given.run, sizes=sizes)
@@ -113,7 +113,7 @@ def test_new_tokens_follow_those_in_the_cache(passes):
 
 
 class Recorder(StepHook):
-    """A hook that counts, shifts positions, hides the first token, and adds its count to the logits."""
+    """A hook that shifts positions, hides the first token, and adds its state to the logits."""
 
     def init(self, history):
         return jnp.zeros(history.length.shape)

@@ -1,4 +1,4 @@
-"""The loop with a counting model, for which lengths, ends, padding and rows are known exactly."""
+"""The loop with a counting model, whose correct output is known exactly."""
 
 import functools
 import inspect
@@ -88,7 +88,7 @@ def test_max_new_tokens_wins_over_max_length():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as the second token
+        ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # the eos token, 5, is banned as the second token
         ({"min_new_tokens": 1}, [4, 5]),
         *slow(({"min_new_tokens": [3, 3]}, [4, 6, 7, 8, 9, 10])),
         *slow(({"min_length": 3}, [4, 6, 7, 8, 9, 10]), ({"min_length": 2}, [4, 5])),
@@ -207,7 +207,7 @@ def test_inside_the_callers_jit():
     assert run._cache_size() == 1
     budgets = run(PARAMS, ids, mask, cfg.replace(max_new_tokens=[2, 3]))
     assert budgets.lengths.tolist() == [2, 3]
-    # Without max_length, max_new_tokens is the size of arrays, and so it must be static.
+    # Without max_length, max_new_tokens determines the size of arrays, so it must be static.
     wide = run(PARAMS, np.full((2, 20), 3, np.int32), np.ones((2, 20)), CFG)
     assert wide.sequences[:, 20:].tolist() == [[4, 5, 6, 7, 8, 9]] * 2
     with pytest.raises(ConfigError, match="set max_length"):

@@ -26,7 +26,7 @@ PROMPTS = [[3], [7, 8, 9], [30, 31]]
 
 @flax.struct.dataclass
 class Ticks:
-    """State of a mode that counts its steps, with four rows."""
+    """State of `Clock`: the number of steps so far, and the number at which it finishes."""
 
     step: jax.Array
     last: jax.Array
@@ -37,7 +37,7 @@ class Ticks:
 
 
 class Clock(Mode):
-    """A mode whose row r, from 0 to 3, generates token r again and again."""
+    """A mode with rows 0 to 3, in which row r always generates token r."""
 
     def begin(self, run, prefilled):
         raise AssertionError("the tests begin by themselves")
@@ -139,7 +139,7 @@ def test_rows_added_by_a_mesh_are_only_in_the_cache():
 
 
 def cached(tokens: list[list[int]], lengths: list[int], slots: int = 8) -> Continuation:
-    """Return a cache that contains the first `lengths` of these tokens. The model has not read the others."""
+    """Return a cache in which the model has read only the first `lengths[row]` tokens of each row."""
     kv = dataclasses.replace(KVCache.create(MODEL, len(tokens), slots), length=jnp.asarray(lengths, jnp.int32))
     ids = np.zeros((len(tokens), slots), np.int32)
     for row, given in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""The contracts of modes and rows: toy modes in the compiled loop, with all features on, against a plain Python row."""
+"""The contracts of modes and rows: toy modes in the compiled loop, with all features on, compared with plain Python."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ class Nudge(StepHook):
 
 
 def discourage(history, scores):
-    """Make one token less likely, depending on the row's length."""
+    """Make one token less likely: which one depends on the row's length."""
     return scores - 3.0 * jax.nn.one_hot(60 + history.length % 20, scores.shape[1])
 
 
@@ -186,7 +186,7 @@ def test_sampling(alone):
 
 ASSISTED = MODES["assisted_generation"]
 DRAFTS = {
-    # Without the hook, the model's own drafts are often wrong.
+    # The model drafts without the hook, so its drafts are often wrong.
     "the model": {"assistant": (PARAMS, GenerationConfig(model=MODEL, num_assistant_tokens=2))},
     "another": {"assistant": (random_params(MODEL, seed=1), GenerationConfig(model=MODEL))},
     "lookup": {"prompt_lookup_num_tokens": 3},

@@ -94,7 +94,7 @@ def not_the_last_token(history, scores):
 
 
 def in_turns(start):
-    """Return an automaton that allows ids 0, 1 and 2 modulo 3 in turn. A text is complete at the end of each round."""
+    """Return an automaton that allows ids of remainder 0, 1 and 2 (mod 3) in turn. A text may end after remainder 2."""
     following = np.full((3, 3), -1)
     following[np.arange(3), np.arange(3)] = [1, 2, 0]
     return TokenAutomaton(

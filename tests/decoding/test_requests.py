@@ -37,7 +37,7 @@ MODES = {
 
 
 def per_prompt_options() -> dict[str, dict]:
-    """Return the options that sampling reads and that can differ between prompts. Each prompt has a different value."""
+    """Return the per-prompt options that sampling uses, with a different value for each prompt."""
     found = {}
     for name, option in OPTIONS.items():
         if (
@@ -115,7 +115,7 @@ def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
 
 @pytest.mark.slow
 def test_any_prompts_with_everything_of_their_own():
-    """Any three prompts, in any order and even repeated, give the results of the whole run."""
+    """Any three prompts, in any order and even repeated, give the same results as in the whole run."""
     tok, rng = byte_level(), np.random.default_rng(5)
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])

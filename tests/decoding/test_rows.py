@@ -1,4 +1,4 @@
-"""State of rows: each sequence of a prompt has the values of its prompt."""
+"""State of rows: the sequences of a prompt share the values of their prompt."""
 
 import dataclasses
 
@@ -127,7 +127,7 @@ def test_a_row_for_which_no_token_can_be_chosen_ends_without_one():
     pushed = push(run, rows, [7, 7], failed=[StopReason.NO_TOKEN, 0])
     assert pushed.history.step.tolist() == [0, 1]
     assert pushed.reasons.tolist() == [StopReason.NO_TOKEN, StopReason.NONE]
-    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # the scores show the reason
+    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # the failed step's scores are recorded
     assert pushed.recording.scores[:, 1, 0].tolist() == [0, 0]
 
 
@@ -159,7 +159,7 @@ def test_stop_strings_follow_the_tokens_that_are_appended():
     pushed = push(run, rows, [9, 9, 9], live=[True, True, False])
     assert pushed.stop_strings.tolist() == [1, 2, 1]
     assert pushed.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING, StopReason.NONE]
-    # State 0 means no stop strings. With a config for usual rows, the search is skipped if all live rows have state 0.
+    # State 0 means no stop strings. If `run.usual` is set, the search is skipped when all live rows have state 0.
     mixed = dataclasses.replace(run, usual=run.cfg)
     assert push(mixed, rows, [9, 9, 8], live=[True, False, True]).stop_strings.tolist() == [1, 1, 1]
     assert push(mixed, rows, [9, 9, 9], live=[True, False, False]).stop_strings.tolist() == [0, 1, 1]

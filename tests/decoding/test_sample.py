@@ -76,7 +76,7 @@ def test_a_row_is_alone(do_sample):
     ids, mask = left_pad(PROMPTS)
     one_by_one, cfg = cfg, cfg.replace(**each)
     batch = generate(PARAMS, ids, key, cfg, attention_mask=mask)
-    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # different buckets for prompts and new tokens
+    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # larger buckets for prompts and new tokens
     longer = cfg.replace(max_new_tokens=[12] * 7 + [200])
     wide = generate(PARAMS, wide_ids, key, longer, attention_mask=wide_mask)
     for row, prompt in enumerate(PROMPTS):

@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_prompts():
 
     few, many = temporaries(4), temporaries(132)
     cache = 2 * MODEL.num_hidden_layers * (16 + 64) * MODEL.num_key_value_heads * MODEL.head_dim * 4
-    results = 64 * 4 * 6  # tokens, log-probabilities, and both of these for the top two
+    results = 64 * 4 * 6  # per token: its id and log-probability, and the same for the top two
     assert many - few < 128 * 4 * results
     assert many - few < 128 * cache / 2
 

@@ -88,7 +88,7 @@ def test_story_tells_what_was_asked(held_out):
 
 
 def test_every_slot_of_every_sentence_is_filled():
-    """This includes rare sentences, which might not appear in a short stream."""
+    """Check all sentences, including rare ones that might not appear in a short stream."""
     rng = random.Random(1)
     request = corpus._request(rng, False)
     slots = corpus._cast(rng, request)

@@ -49,7 +49,7 @@ SMALL = {"slots": 1, "prompt_width": 8, "prompt_options": ()}
 
 
 def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
-    """Return prompts with random options. If not `plain`, they turn on options that are off in the config."""
+    """Return prompts with random options. Unless `plain`, some turn on options that are off in the config."""
     rng = np.random.default_rng(seed)
     prompts = []
     for index in rng.permutation(10 * count)[:count]:

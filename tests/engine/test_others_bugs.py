@@ -26,7 +26,7 @@ def counting():
 
 @pytest.mark.slow
 def test_a_row_draws_from_its_own_key_whoever_is_last():
-    """tpu-inference, pull request 3401: all rows were reseeded from the last one."""
+    """tpu-inference, pull request 3401: all rows were reseeded from the last row."""
     with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16, prompt_options=()) as made:
         alone = [made.submit([3, 4], index=index).result(300)[0].tokens for index in range(9)]
         assert len(set(map(tuple, alone))) == 9
@@ -37,7 +37,7 @@ def test_a_row_draws_from_its_own_key_whoever_is_last():
 
 @pytest.mark.slow
 def test_padding_is_not_a_token(counting):
-    """Also pull request 3401: padding tokens were counted. A penalty on the pad id would make the count skip it."""
+    """Also pull request 3401: padding tokens were counted. If penalties did so here, counting would skip the pad id."""
     options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}
     done = counting.submit([4], **options, max_new_tokens=5).result(300)[0]
     assert done.tokens == [5, 6, 7, 8, 9]

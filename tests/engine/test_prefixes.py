@@ -17,7 +17,7 @@ CHUNK, WIDTH, NEW = 16, 90, 5
 
 
 def config(dtype: str = "bfloat16", **options) -> GenerationConfig:
-    """Return a config, usually with the same dtype so that engines share their programs."""
+    """Return a config. Most tests use the same dtype, so that their engines share programs."""
     model = model_config(torch_dtype=dtype, hidden_size=64)
     fields = {"do_sample": True, "output_logprobs": "scores", "top_logprobs": 2, "eos_token_id": 1, "pad_token_id": 0}
     return GenerationConfig(model=model, max_new_tokens=NEW, prefill_chunk_size=CHUNK, **fields | options)
@@ -129,7 +129,7 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
                 assert_same(handles[number].result(300), [alone[number]])
         made.pause()
         index = made._schedule.prefixes
-        made._schedule.arrivals()  # handles the cancellations that have not been sent
+        made._schedule.arrivals()  # processes the pending cancellations
         assert len(index._free) + len(index._stored) == index.places
         assert not index._coming
 
@@ -195,7 +195,7 @@ def test_copied_places_never_contain_the_keys_of_a_different_prompt(seed):
                     given_up = flights[rng.integers(len(flights))]
                     (store.pool if given_up in store.pool else store.queue).remove(given_up)
                     index.release(given_up[1])
-                elif not store.queue:  # queued prompts rely on copies that are already planned
+                elif not store.queue:  # clearing would break the copies planned for queued prompts
                     index.clear()
                     epochs += 1
         taken = [place for _, claim, *_ in [*store.queue, *store.pool] for _, _, place in claim.keep]

@@ -41,7 +41,7 @@ def test_prompts_are_sent_in_order_while_there_are_places():
     plan.waiting.extend(flight(plan, n) for n in range(7))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
-    assert sent(plan) == []  # two were waiting, and two have been sent since
+    assert sent(plan) == []  # the device reported two waiting prompts, and two have been sent since
     list(plan.read(packed(3)))
     assert sent(plan) == [4]
 
@@ -105,7 +105,7 @@ def test_which_prompts_turn_on_more_than_the_config(options, unusual):
 def test_a_chunk_takes_at_least_a_tenth_of_a_second():
     pace = Pace(8)
     assert pace.steps == 1
-    pace.measure(0, 0.0, 60.0)  # this chunk was compiled, and took no steps
+    pace.measure(0, 0.0, 60.0)  # 0 steps: the time was spent compiling
     assert pace.steps == 1
     for number in range(1, 20):
         pace.measure(number, 0.0, 60.0 + 0.03 * number)

@@ -10,7 +10,7 @@ from options_441 import LONGEST, Material
 from oracle import Oracle
 
 SETS, CASES = 15, 4
-# Checkpoints that share a vocabulary, each with its assistants.
+# For each checkpoint, its possible assistants, which have the same vocabulary.
 ASSISTANTS = {
     "qwen2-gqa-tied": ("llama-mha", "qwen2-gqa-tied"),
     "llama-mha": ("qwen2-gqa-tied", "llama-mha"),
@@ -31,7 +31,7 @@ def run_assisted(oracle: Oracle, ids: list[int], options: dict, assistant: Oracl
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
-    """Draw the options for drafting and the length."""
+    """Draw the number of new tokens and the options for drafting."""
     options: dict = {"max_new_tokens": int(rng.integers(2, 25))}
     if lookup:
         sizes = {} if number % 3 == 0 else {"max_matching_ngram_size": int(rng.integers(1, 5))}
@@ -47,7 +47,7 @@ def draw_prompt(vocab: int, lookup: bool, rng: np.random.Generator) -> list[int]
 
 
 def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None:
-    """Replace an eos token at the end of a prompt. Without a draft, 4.41.1 would generate nothing after this token."""
+    """Replace an eos token at the end of a prompt. If lookup found no draft, 4.41.1 would generate nothing after it."""
     eos = options["eos_token_id"]
     ids = {eos} if isinstance(eos, int) else set(eos or [])
     for prompt in prompts:
@@ -56,7 +56,7 @@ def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None
 
 
 def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases. `near_tie` means that a run in float64 generates different tokens."""
+    """Return sets of options, each with cases. `near_tie` means that a run in float64 generates different tokens."""
     sets = []
     for number in range(SETS):
         name = list(ASSISTANTS)[number % len(ASSISTANTS)]

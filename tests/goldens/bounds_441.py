@@ -1,4 +1,4 @@
-"""Tokens that the warpers of transformers 4.41.1 keep for values up to their bounds."""
+"""Tokens that the warpers of transformers 4.41.1 keep, for option values right up to their bounds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WARPERS = {
 }
 SMALL = [np.nextafter(np.float32(0), np.float32(1)), np.finfo(np.float32).tiny, 1e-30, 1e-10, 1e-6, 1e-3]
 LARGE = [0.1, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999, 0.9999999, np.nextafter(np.float32(1), np.float32(0))]
-NUMBERS = np.array([*SMALL, *LARGE], np.float32)  # from the first value above 0 to the last below 1
+NUMBERS = np.array([*SMALL, *LARGE], np.float32)  # from the smallest float32 above 0 to the largest below 1
 
 
 def draw_rows(vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw a row of each kind, float32[10, V], sorted and with few digits so that the file is small."""
+    """Draw ten kinds of rows, float32[10, V]. They are sorted and have few digits, so that the file is small."""
     normal = np.round(rng.standard_normal((7, vocab)) * 64) / 64
     flat, peaked, steep = np.full(vocab, 1.25), normal[0] * 8, normal[1] * 64
     tied, far = np.round(normal[2]), normal[3] * 4 + 2000
@@ -35,7 +35,7 @@ def draw_rows(vocab: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def write_bounds(out: pathlib.Path, seed: list[int]) -> None:
-    """Write rows of scores, and which tokens are kept for each value."""
+    """Write rows of scores, and the tokens that each warper keeps for each value."""
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {"values": NUMBERS}
     for vocab in VOCABULARIES:

@@ -104,7 +104,7 @@ FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states
 
 
 def draw_lengths(group: int, rng: np.random.Generator) -> dict:
-    """Draw the lengths and the penalty of a greedy group. Every row can reach its minimum length."""
+    """Draw a greedy group's limits on the length, and its penalty. Every row can reach its minimum length."""
     options: dict = {}
     if group % 3 == 2:
         widest = options["max_length"] = int(rng.integers(LONGEST + 2, LONGEST + 17))
@@ -123,7 +123,7 @@ def draw_lengths(group: int, rng: np.random.Generator) -> dict:
 
 
 def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids. Without them, the model generates a text in which an eos id comes early, late or never."""
+    """Draw eos and pad ids. An eos id is a token that the model, if not stopped, generates early, late or never."""
     free = options | {"eos_token_id": None, "max_new_tokens": 24}
     runs = [oracle.greedy(prompt, free)[0][len(prompt) :] for prompt in prompts]
     early, later, late = (
@@ -145,7 +145,7 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
 
 
 def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 40 groups of 5 rows, one set of options per group, and the steps of first rows that have at most 16."""
+    """Return 40 groups of 5 rows, one set of options per group, and the steps of each first row with at most 16."""
     groups, steps = [], {}
     for g in range(40):
         name = list(oracles)[g % len(oracles)]
@@ -188,7 +188,7 @@ def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
 
 
 def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
-    """Draw normal logits, float32[V]. Some have exact ties, many -inf or both; in others, all logits are equal."""
+    """Draw logits, float32[V]: normal numbers, sometimes with exact ties, many -inf or both, or one constant."""
     kind = str(rng.choice(["normal", "ties", "inf", "ties-inf", "constant"], p=[0.5, 0.2, 0.15, 0.1, 0.05]))
     logits = rng.standard_normal(vocab) * rng.choice([0.5, 1.0, 2.0, 5.0])
     if kind.startswith("ties"):
@@ -196,13 +196,13 @@ def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
     if kind == "constant":
         logits = np.full(vocab, 1.25)
     if kind.endswith("inf"):
-        some = rng.choice(vocab, size=6, replace=False)  # at least these stay finite, whether they are eos ids or not
+        some = rng.choice(vocab, size=6, replace=False)  # at least these stay finite; some may be eos ids
         logits[(rng.random(vocab) < rng.choice([0.1, 0.5, 0.9])) & ~np.isin(np.arange(vocab), some)] = -np.inf
     return kind, logits.astype(np.float32)
 
 
 def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
-    """Return how close the cumulative mass comes to its boundary, and how ties are split."""
+    """Report how close the cumulative mass comes to the boundary of top_p, and whether a tie is split there."""
     cumulative = np.cumsum(np.sort(probabilities(scores)))[:-1]  # the best token is always kept
     members = np.flatnonzero(scores == scores[kept].min())
     survivors = members[kept[members]]
@@ -229,7 +229,7 @@ def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.
 
 
 def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 100 settings and their scores. A setting within 1e-5 of a boundary is drawn again, up to 20 times."""
+    """Return 100 settings and their scores. A setting within 1e-5 of a boundary is redrawn, with at most 20 draws."""
     cases, arrays = [], {}
     for i, vocab in enumerate([97] * 80 + [1031] * 16 + [4099] * 4):
         for _ in range(20):

@@ -37,7 +37,7 @@ class Stop(Exception):
 
 
 def named_layers() -> list[dict]:
-    """Return the candidate layers for models of many depths, or null if transformers fails."""
+    """Return the candidate layers for each depth in DEPTHS, or null where transformers fails."""
     original, named = utils._dola_select_contrast, []
     chosen: list[int] = []
 
@@ -79,7 +79,7 @@ def draw_options(number: int, name: str, vocab: int, rng: np.random.Generator) -
 
 
 def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tuple[list[int], list[list[float]]]:
-    """Generate from one row. Return its tokens and the processed scores of each step."""
+    """Generate from one row. Return the generated tokens and the processed scores of each step."""
     oracle.reset()
     model = copy.deepcopy(oracle.model).double() if double else oracle.model
     torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
@@ -99,7 +99,7 @@ def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tupl
 
 
 def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases. `near_tie` means that float64 generates or bans different tokens."""
+    """Return sets of options, each with cases. `near_tie`: a run in float64 generates or bans different tokens."""
     sets = []
     for number in range(12):
         name = list(oracles)[number % len(oracles)]

@@ -122,11 +122,11 @@ CHECKPOINTS = {
         ),
     ),
 }
-OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # config.json as releases before 5 write it
+OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # saved with config.json as written by releases before 5
 
 
 def spell_as_before_5(path: pathlib.Path) -> None:
-    """Rewrite a config.json with rope_theta, rope_scaling, torch_dtype and, for Qwen2, a sliding_window that is off."""
+    """Rewrite a config.json to use rope_theta, rope_scaling, torch_dtype and, for Qwen2, an inactive sliding_window."""
     config = json.loads(path.read_text())
     config.pop("layer_types", None)
     if config["model_type"] == "qwen2":
@@ -139,7 +139,7 @@ def spell_as_before_5(path: pathlib.Path) -> None:
 
 
 def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
-    """Return 3 rows with one set of options. An eos id is a token that the first row would generate anyway."""
+    """Return 3 rows with one set of options. The first eos id is one that the first row would generate anyway."""
     options: dict = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
     prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in (26, 3, 40)]
     free = oracle.greedy(prompts[0], options)[0][26:]

@@ -25,7 +25,7 @@ CASES = 32  # per tokenizer
 
 
 def draw_pieces(rng: np.random.Generator) -> list[str]:
-    """Draw pieces of the text, each 2 to 6 characters long."""
+    """Return fixed pieces, and random pieces of the text with 2 to 6 characters."""
     pieces = {"st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at"}
     while len(pieces) < 150:
         begin, length = rng.integers(len(TEXT) - 2), rng.integers(2, 7)
@@ -34,7 +34,7 @@ def draw_pieces(rng: np.random.Generator) -> list[str]:
 
 
 def byte_level(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Make a tokenizer like GPT-2's: special tokens, all bytes, and pieces. Only its decoder matters, not merges."""
+    """Make a tokenizer like GPT-2's: special tokens, all bytes, and pieces. It only decodes, so it has no merges."""
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     pieces = [encode(piece)[0][0] for piece in draw_pieces(rng)]
     special = ["<|end|>", "</s>"]
@@ -76,7 +76,7 @@ def draw_strings(rng: np.random.Generator) -> list[str]:
 
 
 def draw_ids(strings: list[str], surface: list[str], rng: np.random.Generator) -> list[int]:
-    """Draw a text that contains the stop strings, and cut it into random tokens, with other tokens in between."""
+    """Draw a text with whole and partial stop strings, cut it into random tokens, and insert a few other tokens."""
     text = ""
     while len(text) < 45:
         begin, length = rng.integers(len(TEXT) - 8), rng.integers(1, 9)

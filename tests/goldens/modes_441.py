@@ -21,7 +21,7 @@ PROCESSORS = (
 
 
 def draw_beams(number: int, groups: bool, rng: np.random.Generator) -> dict:
-    """Draw the options of a search."""
+    """Draw the options of a beam search."""
     parts = int(rng.integers(2, 4)) if groups else 1
     beams = parts * int(rng.integers(1, 4)) if groups else 2 + number % 5
     options = {
@@ -81,7 +81,7 @@ def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
 
 
 def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
-    """Search from one row. Return the sequences without prompt and padding, their scores and their beam indices."""
+    """Run a beam search of one row. Return the sequences without prompt and padding, their scores and beam indices."""
     out = generate(oracle, ids, options, double)
     eos = options["eos_token_id"]
     ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
@@ -89,7 +89,7 @@ def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = Fals
     for sequence, places in zip(out.sequences[:, len(ids) :].tolist(), out.beam_indices.tolist(), strict=True):
         length = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
         ended = length < len(sequence)
-        # transformers writes the first eos id, whichever one ended the beam.
+        # transformers writes the first eos id, whichever one ended the beam, so it is left out.
         sequences.append({"tokens": sequence[:length], "ended": ended})
         indices.append(places[: length + ended])
     return {"sequences": sequences, "scores": out.sequences_scores.tolist(), "beam_indices": indices}
@@ -112,20 +112,20 @@ def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[
 
 
 def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases."""
+    """Return sets of options, each with cases."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, GROUP_SETS if groups else BEAM_SETS, rng):
         oracle = oracles[name]
         options = draw_beams(number, groups, rng) | draw_eos(oracle.vocab, number, rng)
         options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         if isinstance(options.get("forced_eos_token_id"), list):
-            options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would score the same
+            options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would have equal scores
         sets.append({"checkpoint": name, "options": options, "cases": beam_cases(oracle, prompts, options)})
     return sets
 
 
 def draw_words(number: int, prompts: list[list[int]], material: Material, eos: list[int]) -> list:
-    """Draw phrases and lists of alternatives, without eos ids and with many tokens in common."""
+    """Draw phrases and lists of alternatives that contain no eos ids and have many tokens in common."""
     rng, vocab = material.rng, material.vocab
     few = rng.choice([i for i in range(vocab) if i not in eos], size=int(rng.integers(2, 5)), replace=False).tolist()
 
@@ -151,7 +151,7 @@ def draw_words(number: int, prompts: list[list[int]], material: Material, eos: l
 
 @contextlib.contextmanager
 def all_indices() -> Iterator[None]:
-    """Give beam indices to beams that do not meet the constraints. Otherwise, transformers raises a TypeError."""
+    """Give beam indices to beams that do not meet the constraints. Without them, transformers raises a TypeError."""
     original = ConstrainedBeamSearchScorer.finalize
 
     def finalize(self, input_ids, *given, beam_indices, **more):
@@ -174,7 +174,7 @@ def all_indices() -> Iterator[None]:
 
 
 def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases."""
+    """Return sets of options, each with cases."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONSTRAINED_SETS, rng):
         oracle = oracles[name]
@@ -200,7 +200,7 @@ def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool 
 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases. `near_tie` means that a run in float64 generates different tokens."""
+    """Return sets of options, each with cases. `near_tie` means that a run in float64 generates different tokens."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
         oracle = oracles[name]

@@ -1,7 +1,7 @@
-"""Sets of options with prompts, and the tokens and scores of transformers 4.41.1 for them.
+"""Sets of options with prompts, and the tokens and scores that transformers 4.41.1 computes for them.
 
 Rows always run alone and without padding. To avoid two bugs of 4.41.1 that later releases fixed, no phrase has exactly
-one token more than a prompt, and exponential decay does not raise an eos token that is banned.
+one token more than a prompt, and exponential decay never applies to an eos token that is banned.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers.modeling_outputs import CausalLMOutput
 SETS = 40
 LONGEST = 24  # tokens of a prompt
 STEPS = (0, 2, 5)  # steps whose processed scores are recorded
-ROWS = 3  # rows of each set for these steps
-MARGIN = 1e-4  # warpers with a boundary closer than this are redrawn, as rounding could change what they keep
+ROWS = 3  # rows of each group for which they are recorded
+MARGIN = 1e-4  # warpers are redrawn if a boundary is closer than this, because rounding could change what they keep
 
 OPTIONS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
@@ -31,7 +31,7 @@ OPTIONS = (
 )
 PLAIN = {"eos_token_id": None, "repetition_penalty": 1.0}  # to see what the model generates without options
 DECAY = "exponential_decay_length_penalty"
-BANS_ENDS = {"min_length", "min_new_tokens", "forced_eos_token_id", "prefix"}  # DECAY would turn these into NaN
+BANS_ENDS = {"min_length", "min_new_tokens", "forced_eos_token_id", "prefix"}  # DECAY turns their -inf into NaN
 NEEDS_EOS = {"min_length", "min_new_tokens", DECAY}
 
 
@@ -84,14 +84,14 @@ class Material:
         return self.whole(0, self.vocab - 1)
 
     def biases(self) -> list:
-        """Draw biases against generated phrases, or in favor of other tokens after the first tokens of a phrase."""
+        """Draw biases mostly against generated phrases, and biases for phrases that end with another token instead."""
         biases = [[phrase, self.between(-12, 4)] for phrase in self.phrases(2, 4)]
         more = {(*phrase[:-1], self.any_token()): self.between(4, 16) for phrase in self.phrases(1, 3)}
         taken = {tuple(phrase) for phrase, _ in biases}
         return biases + [[list(phrase), bias] for phrase, bias in more.items() if phrase not in taken]
 
     def forced_at(self) -> list[list[int]]:
-        """Draw tokens that are forced shortly after the ends of some prompts, with their positions, in order."""
+        """Draw pairs of a position, shortly after the end of a prompt, and a token to force there, in order."""
         places = {len(self.prompts[self.whole(0, len(self.prompts) - 1)]) + self.whole(0, 5) for _ in range(3)}
         return [[place, self.any_token()] for place in sorted(places)]
 
@@ -119,13 +119,13 @@ VALUES: dict[str, Callable[[Material], object]] = {
 
 
 def allowed_tokens(prefix: list[int], row: int, last: int, vocab: int) -> list[int]:
-    """Return the ids that a table `[a, b, m]` allows in a row after a token. Their share of the vocabulary is fixed."""
+    """Return the ids that `[a, b, m]` allows after the token `last` in a row: one in `m` of the vocabulary."""
     a, b, m = prefix
     return [token for token in range(vocab) if (token + a * last + b * row) % m == 0]
 
 
 def hf_arguments(group: dict, row: int, vocab: int) -> dict:
-    """Return the arguments of generate for a row of a group. They also apply to the lists that generate builds."""
+    """Return the arguments of generate for a row of a group. `prepared_lists` uses the same ones."""
     arguments = dict(group["options"])
     if "sequence_bias" in arguments:
         arguments["sequence_bias"] = {tuple(ids): bias for ids, bias in arguments["sequence_bias"]}
@@ -137,14 +137,14 @@ def hf_arguments(group: dict, row: int, vocab: int) -> dict:
 
 
 def draw_lengths(rng: np.random.Generator) -> dict:
-    """Draw the limit on the length."""
+    """Draw max_length or max_new_tokens."""
     if rng.random() < 0.3:
         return {"max_length": int(rng.integers(LONGEST + 4, LONGEST + 17))}
     return {"max_new_tokens": int(rng.integers(7, 25))}
 
 
 def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[str], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids. Without them, the model generates a text in which an eos id comes early, late or never."""
+    """Draw eos and pad ids. An eos id is a token that the model, if not stopped, generates early, late or never."""
     free = {name: value for name, value in group["options"].items() if name not in NEEDS_EOS}
     free = group | {"options": free | {"eos_token_id": None}}
     runs = []
@@ -167,7 +167,7 @@ def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[s
 def smallest_gap(scores: np.ndarray) -> float:
     """Return the smallest gap between the two best scores of a step, leaving out banned tokens. Scores are [steps, V].
 
-    Steps in which all remaining scores are equal, such as steps with several forced tokens, do not depend on rounding.
+    Steps whose remaining scores are all equal, as with several forced tokens, are skipped: rounding cannot matter.
     """
     gaps = [1e6]
     for step in scores:
@@ -178,12 +178,12 @@ def smallest_gap(scores: np.ndarray) -> float:
 
 
 def is_sound(scores: np.ndarray) -> bool:
-    """Return whether each step has a token that is not banned, and no score is NaN or inf."""
+    """Return True if each step has a token that is not banned, and no score is NaN or +inf."""
     return not np.isnan(scores).any() and np.max(scores) < 1e30 and np.all(np.max(scores, axis=-1) > -1e30)
 
 
 def run_case(oracle: Oracle, group: dict, row: int, prompt: list[int], rng: np.random.Generator) -> dict | None:
-    """Run one row. If its scores are not sound, draw a new prompt, up to 5 times."""
+    """Run one row. While its scores are not sound, draw a new prompt; give up after 5 runs."""
     for _ in range(5):
         case: dict = {"ids": prompt}
         arguments = hf_arguments(group, row, oracle.vocab)
@@ -198,9 +198,9 @@ def run_case(oracle: Oracle, group: dict, row: int, prompt: list[int], rng: np.r
 
 
 def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw prompts of all lengths that the options allow. The model, which soon repeats itself, writes half of them."""
+    """Draw prompts of all lengths that the options allow. The model writes half of them, and soon repeats itself."""
     lengths = [*rng.integers(shortest_prompt(hand), LONGEST, size=count - 2), shortest_prompt(hand), LONGEST]
-    if "forced_bos_token_id" in hand:  # only affects prompts of one token
+    if "forced_bos_token_id" in hand:  # it affects only prompts of one token
         lengths[: count // 2] = [1] * (count // 2)
     prompts = []
     for length in rng.permutation(lengths):
@@ -212,12 +212,12 @@ def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Gen
 
 
 def shortest_prompt(hand: list[str]) -> int:
-    """Return the length of the shortest prompt, which is also the length of the longest phrase."""
+    """Return the minimum length of prompts, which is also the maximum length of phrases."""
     return 3 if {"bad_words_ids", "sequence_bias"} & set(hand) and "forced_bos_token_id" not in hand else 1
 
 
 def draw_group(name: str, oracle: Oracle, hand: list[str], count: int, rng: np.random.Generator) -> dict | None:
-    """Draw values for a hand of options and `count` prompts, and run them. Return None if a row cannot run."""
+    """Draw `count` prompts and values for a hand of options, and run all rows. Return None if a row is never sound."""
     prompts = draw_prompts(oracle, hand, count, rng)
     material = Material(oracle, prompts, shortest_prompt(hand), rng)
     values = {option: VALUES[option](material) for option in hand}
@@ -278,12 +278,12 @@ def prepared_lists(model, options: dict, prompt: torch.Tensor, prefix_allowed_to
 
 
 def stand_in(logits: np.ndarray) -> Callable:
-    """Return a stand-in for the model, from which guidance gets the logits without the prompt, float32[V]."""
+    """Return a function that guidance calls instead of the model to get the logits without the prompt, float32[V]."""
     return lambda *args, **kwargs: CausalLMOutput(logits=torch.from_numpy(logits)[None, None])
 
 
 def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond: np.ndarray):
-    """Return the scores [V] after all lists, the distance to the nearest boundary, and whether chance split a tie."""
+    """Return the scores [V] after both lists, the distance to the nearest boundary, and whether chance split a tie."""
     processors, warpers = lists
     scores, distance, chance = torch.from_numpy(logits.copy())[None], np.inf, False
     for processor in processors:
@@ -301,7 +301,7 @@ def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond
 
 
 def draw_logits(row: list[int], vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw logits with few digits, float32[V]. The row's own tokens are likely, so that changes to them matter."""
+    """Draw logits with few digits, float32[V]. Half the time, the row's tokens are likely, so that penalties matter."""
     logits = rng.standard_normal(vocab) * 2
     logits[row] += rng.choice([0.0, 2.5])
     return logits.astype(np.float16).astype(np.float32)
@@ -310,7 +310,7 @@ def draw_logits(row: list[int], vocab: int, rng: np.random.Generator) -> np.ndar
 def sampling_goldens(oracle: Oracle, group: dict, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
     """Add warpers to a group's options, and return processed scores [ROWS, len(STEPS), V] after given tokens.
 
-    Return None if all warpers come close to a boundary, or if the scores are not sound.
+    Return None if every draw of warpers comes close to a boundary or yields scores that are not sound.
     """
     prompts = [case["ids"] for case in group["cases"][:ROWS]]
     for _ in range(50):

@@ -1,6 +1,6 @@
 """Code shared by the scripts for goldens: tiny random checkpoints, and runs of transformers on single rows.
 
-All random numbers are NumPy's, so that a seed gives the same weights and prompts with every release of torch.
+All random numbers come from NumPy, so that a seed gives the same weights and prompts with every release of torch.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Oracle:
     def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         """Return the gradients of the loss, by parameter name.
 
-        A row's first token is not a label, because left padding would predict it. Padding attends to everything, and
-        its gradient would differ if torch replaced scores by the mask instead of adding the mask.
+        A row's first token is not a label, because left padding would predict it. Padding attends to every position, so
+        that label's gradient would depend on whether the mask is added to the scores or replaces them.
         """
         labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
         self.model.zero_grad()
@@ -119,7 +119,7 @@ def left_pad(rows: list[np.ndarray], rng: np.random.Generator, vocab: int) -> tu
 def forward_goldens(
     oracle: Oracle, lengths: list[int], rng: np.random.Generator, *, batch: bool = True, full: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the logits of each row alone and of the left-padded batch, with all outputs of the batch if `full`."""
+    """Return the logits of each row alone and of the left-padded batch; if `full`, also the batch's other outputs."""
     rows = [rng.integers(0, oracle.vocab, size=n) for n in lengths]
     arrays: dict[str, np.ndarray] = {}
     for i, row in enumerate(rows):
@@ -172,7 +172,7 @@ def write_lines(path: pathlib.Path, items: list[dict]) -> None:
 def start(version: str, **numbers: int) -> tuple:
     """Read the command line, check the release, and create the empty output folder with its manifest.
 
-    `numbers` maps further options to their defaults. Returns the seed, the folder, and the values of these options.
+    `numbers` maps further options to their defaults. Return the seed, the folder, and the values of these options.
     """
     if transformers.__version__ != version:
         raise SystemExit(f"this needs transformers {version}, found {transformers.__version__}")

@@ -17,9 +17,9 @@ RETURNED = {
 
 
 def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch. A batch with a gap below 1e-3, which rounding could reverse, is drawn again.
+    """Return the arrays of a batch whose best two scores are always 1e-3 apart, so that rounding cannot swap them.
 
-    The first row ends early, with an eos id that it would generate anyway. No option depends on the padding.
+    The first row ends early, with an eos id that it would generate anyway. No option used here is affected by padding.
     """
     while True:
         prompts = [rng.integers(0, oracle.vocab, size=n) for n in LENGTHS]

@@ -1,7 +1,7 @@
 """Random rows for each logits processor and warper of transformers 4.41.1, and the results of its class.
 
 Each row is passed to the class separately. This avoids a bug of 4.41.1, in which the encoder repetition penalty changes
-only the first of several rows. Where two other bugs are avoided, a comment says so.
+only the first of several rows. Comments mark where two other bugs are avoided.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARIES = (17, 64)
 WIDTH = 24  # maximum number of tokens in a row
-MARGIN = 1e-5  # rows closer to a warper's boundary are redrawn, as rounding could change what they keep
+MARGIN = 1e-5  # rows closer to a warper's boundary are redrawn, because rounding could change which tokens it keeps
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Row:
         return self.ids[: self.prompt_length]
 
     def context(self, *names: str) -> dict:
-        """Return the fields that describe the tokens to a processor, so that these fields can be recorded."""
+        """Return the fields to record about the tokens: `ids`, `length`, and those in `names`."""
         return {name: getattr(self, name) for name in ("ids", "length", *names)}
 
 
@@ -55,7 +55,7 @@ def draw_row(rng: np.random.Generator) -> Row:
 
 
 def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw scores, float32[V]. Most draws have few digits, some have ties or many -inf, and a few have equal scores."""
+    """Draw scores, float32[V]. Most have few digits, some have ties or many -inf, and in a few all scores are equal."""
     scores = rng.standard_normal(vocab) * rng.choice([0.3, 1.0, 3.0, 10.0]) + rng.choice([0.0, 0.0, -5.0, 20.0])
     if rng.random() < 0.25:
         scores = np.round(scores * 2) / 2
@@ -90,7 +90,7 @@ def some_ids(row: Row, rng: np.random.Generator, most: int) -> list[int]:
 def draw_sequences(row: Row, rng: np.random.Generator) -> list[tuple[int, ...]]:
     """Draw 1 to 8 sequences of up to 4 ids. Many begin with the row's last tokens.
 
-    None has exactly one id more than the row has tokens, because 4.41.1, unlike later releases, ignores such sequences.
+    None has exactly one more id than the row has tokens, because 4.41.1, unlike later releases, ignores such sequences.
     """
     sequences = []
     for _ in range(int(rng.integers(1, 9))):
@@ -277,7 +277,7 @@ def probabilities(scores: np.ndarray) -> np.ndarray:
 
 
 def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
-    """Return the margin of a warper's closest keep-or-drop decision, or inf if rounding cannot change any."""
+    """Return the margin of a warper's closest keep-or-drop decision, or inf if rounding cannot change a decision."""
     if not isinstance(processor, hf.LogitsWarper):
         return np.inf
     if isinstance(processor, hf.TypicalLogitsWarper):
@@ -297,7 +297,7 @@ def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
 
 
 def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
-    """Return the typical warper's margin, from the cumulative mass and the tokens' distances to the entropy."""
+    """Return the typical warper's margin, in the cumulative mass or in the tokens' distances to the entropy."""
     p = probabilities(scores)
     scores, p = scores[p > 0], p[p > 0]
     distance = np.abs(-np.log(p) + np.sum(p * np.log(p)))
@@ -314,7 +314,7 @@ def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
 def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -> bool:
     """Return whether chance decided which of several equal scores were kept, because torch.sort is not stable.
 
-    For top-p, it was not chance if the equal scores with the highest ids were kept.
+    For top-p, return False if the equal scores with the highest ids were kept.
     """
     kept = np.isfinite(result)
     if not np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size:
@@ -325,12 +325,12 @@ def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -
 
 
 def wide(scores: np.ndarray) -> np.ndarray:
-    """Pad scores [V] with NaN to the largest vocabulary."""
+    """Pad scores [V] with NaN to the size of the largest vocabulary."""
     return np.pad(scores, (0, max(VOCABULARIES) - len(scores)), constant_values=np.nan)
 
 
 def case(draw: Callable[..., Drawn], rng: np.random.Generator) -> dict:
-    """Draw one row with its options, and record the result of the class."""
+    """Draw one row with its options, and record the processor's result."""
     while True:
         row = draw_row(rng)
         record, processor = draw(row, rng)
@@ -353,7 +353,7 @@ def compact(values: list) -> np.ndarray:
 
 
 def processor_goldens(cases: int, seed: list[int]) -> dict[str, np.ndarray]:
-    """Return the arrays `CLASS.FIELD`, `[cases, ...]`, of every class."""
+    """Return an array `[cases, ...]`, named `CLASS.FIELD`, for each field of each class."""
     arrays = {}
     for i, (name, draw) in enumerate(DRAWS.items()):
         rng = np.random.default_rng([*seed, i])

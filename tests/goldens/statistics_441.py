@@ -1,4 +1,4 @@
-"""The distributions that transformers 4.41.1 samples from, and the tokens of random rows that each warper keeps."""
+"""The distributions that transformers 4.41.1 samples from, and the tokens that each warper keeps in random rows."""
 
 from __future__ import annotations
 

@@ -120,13 +120,13 @@ def nested(depth, inner=None):
 
 
 def mutual(size):
-    """Return schemas that all refer to each other."""
+    """Return a schema whose definitions all refer to each other."""
     properties = {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(size)}
     return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
 
 
 def relay(chains, length):
-    """Return chains of references, each of which ends at the start of the previous one."""
+    """Return a schema with chains of references, each of which leads to the start of the previous one."""
     defs: dict = {"0": {"type": "null"}}
     for i in range(1, chains * length):
         defs[str(i)] = {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}}
@@ -135,7 +135,7 @@ def relay(chains, length):
 
 
 def tower(height):
-    """Return nested parts that are all referred to, with many values in the innermost one."""
+    """Return a schema that refers to each of its nested parts. The innermost part has many values."""
     part = list(range(100_000))
     for _ in range(height):
         part = {"title": part}
@@ -313,7 +313,7 @@ PIECES = [
 
 
 def check_pieces(seed: int, count: int) -> tuple[int, int]:
-    """Check that strings of randomly assembled patterns match as a whole in ECMAScript, with or without the flag u."""
+    """Check that strings allowed by random patterns match them in full in ECMAScript, with or without the flag u."""
     source, rng, refused = random.Random(seed), np.random.default_rng(seed), 0
     for _ in range(count):
         pattern = "".join(source.choices(PIECES, k=source.randint(1, 7)))
