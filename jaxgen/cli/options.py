@@ -55,7 +55,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command has no such flag, if the Python API or `jaxgen train` has that option; otherwise, ""."""
+    """Return why the command lacks this option, if the Python API or `jaxgen train` has it; otherwise, ""."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:

@@ -1,4 +1,4 @@
-"""Checks of generate()'s arguments and options, and the normal form of a config."""
+"""Check generate()'s arguments and options, and bring a config to its normal form."""
 
 from __future__ import annotations
 

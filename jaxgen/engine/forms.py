@@ -65,7 +65,7 @@ class Prompt:
 class Form:
     """The options that prompts may set, with defaults from the engine's config.
 
-    `options` contains the names of these options, all of which must allow one value per prompt; None means all that do.
+    `options` contains their names. Each must allow one value per prompt; None means every option that allows it.
     Options that are tables of ids have space for `entries` entries. `key_impl` is the implementation of prompts' own
     keys; with None, prompts cannot have their own. `adapters` is the number of adapters in the parameters.
 

@@ -24,7 +24,7 @@ _PADDING = 0.01
 
 @flax.struct.dataclass
 class Assistant:
-    """A draft model: its parameters and config. Of the config, only the model and the drafting settings are used."""
+    """A draft model: its parameters and config. Only the config's model and drafting settings are used."""
 
     params: Any
     cfg: GenerationConfig

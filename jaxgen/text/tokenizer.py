@@ -155,8 +155,8 @@ class Tokenizer:
     ) -> list[int]:
         """Convert one text to its ids.
 
-        Special tokens written in the text are recognized. For untrusted text, `split_special_tokens` turns this off;
-        by default, the config's setting applies (off if missing). A text of more than `max_length` ids, added
+        Special tokens written in the text are recognized unless `split_special_tokens` is True; set it for untrusted
+        text. The default is the config's setting, or False if it has none. A text of more than `max_length` ids, added
         special tokens included, is truncated at the config's `truncation_side`.
         """
         if not isinstance(text, str):

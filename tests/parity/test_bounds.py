@@ -30,7 +30,7 @@ def goldens():
 
 
 def kept_by(name, scores, values, mesh=None):
-    """Return bool[values, rows, V]: which tokens the warper keeps for each value, given the tokens in random order."""
+    """Return bool[values, rows, V]: the tokens that the warper keeps for each value. It sees them in random order."""
     ids = np.random.default_rng(0).permutation(scores.shape[1])
     given, value = np.tile(scores[:, ids], (len(values), 1)), np.repeat(values, len(scores))[:, None]
     placed = given
