@@ -246,7 +246,7 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def drop_last(self, count: jax.Array) -> KVCache:
-        """Drop the last tokens of each row, as many as in `count int32[B]`. They must be in this part. New tokens overwrite them."""
+        """Drop `count int32[B]` tokens from the end of each row, all in this part. New tokens overwrite them."""
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:

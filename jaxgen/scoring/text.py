@@ -69,7 +69,7 @@ def score(
             prompts, and the columns after them are the generated tokens, up to the end of each row. The budget, which
             affects `forced_eos_token_id` and automata, follows from `max_new_tokens` or `max_length`, as in `generate`.
             If neither is set, it is the number of generated columns.
-        logits_processor, prefix_allowed_tokens_fn: a list of processors, and a `TokenAutomaton`; only for `of="scores"`.
+        logits_processor, prefix_allowed_tokens_fn: a list of processors; a `TokenAutomaton`. Only for `of="scores"`.
         top_logprobs: the number of most likely tokens to return for each position, n.
         chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
 
