@@ -22,7 +22,7 @@ from tests.support.models import model_config, slow
 from tests.support.slot_loops import copied_caches
 
 # These sizes identify arrays: prompt slots, new slots, key blocks and the sides of weights all have different sizes.
-# The prompt is longer than those that attend with all scores of a block of queries at once.
+# The prompt is too long for a CPU to compute all scores of a block of queries at once.
 PROMPT, NEW, ROWS = 832, 736, 2
 MODEL = {
     "vocab_size": 4000, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2,

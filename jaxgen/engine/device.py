@@ -114,11 +114,11 @@ class Device:
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
         news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
-        run, most = self._run(params, tables), np.int32(steps)
+        run = self._run(params, tables)
         if self._state is None:
-            self._state, packed = _first_chunk(run, news, most, **self._loop.of_open)
+            self._state, packed = _first_chunk(run, news, np.int32(steps), **self._loop.of_open)
         else:
-            self._state, packed = _chunk(run, self._state, news, most, **self._loop.of_chunk)
+            self._state, packed = _chunk(run, self._state, news, np.int32(steps), **self._loop.of_chunk)
         return packed
 
     def _placed(self, tree: Any, params: Any) -> Any:

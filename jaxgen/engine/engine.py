@@ -284,14 +284,14 @@ class Engine:
         """
         self._refuse_own_thread("warmup")
         with self._changed:
-            if self.is_open and not self._schedule.idle:
+            self._check_open()
+            if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
             for _ in range(2):  # on a mesh, the first chunk has a program of its own
-                self._check_open()  # the first chunk may have failed
                 self._warming = self.leads
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not (self._warming or self._in_flight))
-        self._raise_error()
+                self._check_open()  # the chunk may have failed
 
     def counts(self) -> Counts:
         """Return the engine's statistics so far."""

@@ -35,7 +35,7 @@ MODES = [
     {},
     {"guidance_scale": 1.5},
 ]
-# Slow modes. Other tests cover similar cases: test_forward.py tests chunks, and other files test these modes.
+# These are slow: other files test these modes without adapters, and test_forward.py tests chunks.
 LIKE_OTHERS = [
     {"num_beams": 3, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 2},
