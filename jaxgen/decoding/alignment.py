@@ -27,10 +27,9 @@ class Tokens:
     def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
         """Move the tokens in `ids int32[B, T]` to the left, so that padding comes last."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
-        length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return cls(
             ids=put(jnp.zeros_like(ids), order, ids),
-            mask=jnp.arange(ids.shape[1])[None, :] < length[:, None],
+            mask=jnp.arange(ids.shape[1])[None, :] < jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32),
             embeds=None if embeds is None else put(jnp.zeros_like(embeds), order, embeds),
         )
 
@@ -46,13 +45,5 @@ class Tokens:
 
     def after(self, other: Tokens) -> Tokens:
         """Return the tokens of `other`, then the tokens of `self`. Either both have embeddings, or neither does."""
-        embeds = None
-        if self.embeds is not None and other.embeds is not None:
-            embeds = jnp.concatenate([other.embeds.astype(self.embeds.dtype), self.embeds], axis=1)
-        return Tokens.align(
-            jnp.concatenate([other.ids, self.ids], axis=1), jnp.concatenate([other.mask, self.mask], axis=1), embeds
-        )
-
-    def last(self) -> jax.Array:
-        """Return the id of each row's last token, int32[B, 1]."""
-        return jnp.take_along_axis(self.ids, jnp.maximum(self.length - 1, 0)[:, None], axis=1)
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x.astype(y.dtype), y], axis=1), other, self)
+        return Tokens.align(both.ids, both.mask, both.embeds)

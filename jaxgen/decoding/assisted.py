@@ -67,7 +67,9 @@ class Assisted(Mode):
         before, drafter = state.sample.rows, drafter_of(run)
         with jax.named_scope("draft"):
             draft, drafting = drafter.propose(run, before, state.drafter)
-        read, rows = _read(run, state.sample, draft)
+        ids = jnp.concatenate([before.history.last(1), draft.tokens], axis=1)
+        tokens = Tokens.of_length(ids, jnp.where(before.live, 1 + draft.count, 0))
+        read, rows = run_model(run, before, tokens, state.sample.cache, all_logits=True)
         rows, accepted = _append_chosen(run, rows, read, draft)
         added = rows.history.step - before.history.step
         # The model has read each row's last token and the draft. All chosen tokens except the newest stay in the cache.
@@ -89,29 +91,18 @@ class Assisted(Mode):
         return Sample().progress(run, state.sample)
 
 
-def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
-    """Run the last token and the draft of each row through the model."""
-    rows = sample.rows
-    column = jnp.arange(1 + draft.tokens.shape[1], dtype=jnp.int32)[None, :]
-    ids = jnp.concatenate([rows.history.last(1), draft.tokens], axis=1)
-    tokens = Tokens(ids, (column <= draft.count[:, None]) & rows.live[:, None])
-    return run_model(run, rows, tokens, sample.cache, all_logits=True)
-
-
 def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:
     """Append the accepted drafted tokens to each row, followed by one more token that the model chooses.
 
-    Returns:
-        The rows, and the number of accepted drafted tokens, int32[B].
+    Also return the number of accepted drafted tokens, int32[B].
     """
-    width = draft.tokens.shape[1]
 
     def append(carry):
         column, active, rows, accepted = carry
         length = rows.history.length
         rows = record_layers(rows, read, column, active, read.cache.offset)
         rows = Sample().extend(run, rows, read, column, active)
-        agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, width - 1)]
+        agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, draft.tokens.shape[1] - 1)]
         agrees &= (rows.history.length > length) & (column < draft.count)
         return column + 1, agrees & rows.live, rows, accepted + agrees.astype(jnp.int32)
 

@@ -34,9 +34,6 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
-# Before the first step, all beams of a search are identical, so all but the first start with this low score.
-_REPEATED = -1e9
-
 
 @flax.struct.dataclass
 class Hypotheses:
@@ -75,7 +72,8 @@ class Beams:
     def begin(cls, rows: Rows, count: int, capacity: int) -> Beams:
         """Begin searches of `count` identical beams each."""
         searches = rows.count // count
-        scores = jnp.full((searches, count), _REPEATED).at[:, 0].set(0.0)
+        # All beams of a search are still identical, so all but the first start with a low score.
+        scores = jnp.full((searches, count), -1e9).at[:, 0].set(0.0)
         origins = jnp.zeros((rows.count, capacity), jnp.int32)
         none = Hypotheses(jnp.full(scores.shape, -jnp.inf), _ended(rows), origins)
         return cls(scores, rows, origins, none, jnp.zeros(searches, bool))
@@ -119,7 +117,7 @@ class BeamSearch(Mode):
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), count)
         unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
         state = BeamState(
-            beams=Beams.begin(unrecorded, self.beams_per_search(run), run.capacity),
+            beams=Beams.begin(unrecorded, run.cfg.num_beams // run.cfg.num_beam_groups, run.capacity),
             cache=prefilled.read.cache.fork(count, run.capacity, shared=True),
             recording=rows.recording,
             cache_ids=rows.cache_ids,
@@ -169,10 +167,6 @@ class BeamSearch(Mode):
         none = jnp.zeros((), jnp.int32)
         return Progress(tokens, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), none, state.finished)
 
-    def beams_per_search(self, run: Run) -> int:
-        """Return the number of beams per search, k."""
-        return run.cfg.num_beams
-
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
         """Return which running beams count as results at the end, as bool[S, k]."""
         return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
@@ -180,14 +174,9 @@ class BeamSearch(Mode):
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
-        """Choose the next beams.
+        """Choose the next beams from `log_probs float32[rows, V]`, the log-probabilities before any processors.
 
-        Args:
-            run: the constants.
-            beams: the beams.
-            logits: float32[rows, V], the model's logits.
-            log_probs: float32[rows, V], before any processors.
-            keys: key[B], or None without sampling.
+        `logits float32[rows, V]` are the model's logits. `keys` is key[B], or None without sampling.
 
         Returns:
             The next beams, the row that each continues (int32[rows]), and the scores to record (float32[rows, V]).
@@ -198,7 +187,7 @@ class BeamSearch(Mode):
 
     def _extend(self, run: Run, state: BeamState, read: Forward) -> BeamState:
         live, step = state.beams.rows.live, state.beams.rows.history.step
-        logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, _log_probs)
+        logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, lambda x, _: jax.nn.log_softmax(x))
         beams = dataclasses.replace(state.beams, rows=rows)
         beams, parents, scores = self.grow(run, beams, logits, log_probs, state.keys)
         cache = state.cache.select(guidance.rows_of_cache(run.cfg, parents, rows.count))
@@ -224,17 +213,9 @@ class Continuations:
         """Return the continuations at the indices `places int32[S, m]`."""
         return jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), self)
 
-    def first(self, count: int) -> Continuations:
-        """Return the first `count` continuations of each search."""
-        return jax.tree.map(lambda x: x[:, :count], self)
-
     def only(self, kept: jax.Array) -> Continuations:
         """Set the totals of continuations to -inf where `kept bool[S, n]` is False."""
         return dataclasses.replace(self, totals=jnp.where(kept, self.totals, -jnp.inf))
-
-    def join(self, other: Continuations) -> Continuations:
-        """Return these continuations followed by `other`."""
-        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), self, other)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +242,7 @@ class Step:
 
     @classmethod
     def begin(cls, run: Run, beams: Beams, logits: jax.Array, scores: jax.Array) -> Step:
-        """Begin a step. `logits` and the processed `scores` are float32[rows, V]."""
+        """Begin a step."""
         searches, count = beams.scores.shape
         totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, count, -1)
         failed = failure(jnp.max(totals, axis=(1, 2)))
@@ -273,12 +254,22 @@ class Step:
 
         At least k continuations do not end with an eos id. In a finished search, each row continues itself.
         """
-        searches, count, vocab = self.totals.shape
-        total, index = _candidates(self, keys)
-        number = jnp.arange(total.shape[1], dtype=jnp.int32)[None, :]
+        run, rows, (searches, count, vocab) = self.run, self.beams.rows, self.totals.shape
+        options = RowOptions(run.cfg, rows.options)
+        eos = options.table("eos_token_id")
+        most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
+        if keys is None:
+            totals, index = sharded_top_k(self.totals, most, run.mesh)
+        else:
+            drawn = options.at_least(rows.count)[::count, 0] * count
+            keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
+            totals, index = draw_distinct(keys, self.totals, most, drawn, run.mesh)
+            totals, order = lax.top_k(totals, most)
+            index = jnp.take_along_axis(index, order, axis=1)
+        number = jnp.arange(most, dtype=jnp.int32)[None, :]
         first = jnp.arange(searches, dtype=jnp.int32)[:, None] * count
         parents = first + jnp.where(self.live[:, None], index // vocab, number % count)
-        return Continuations(total, parents, index % vocab)
+        return Continuations(totals, parents, index % vocab)
 
     def best(self, continuations: Continuations) -> jax.Array:
         """Return the indices of the k best continuations, int32[S, k], best first. Finished searches use 0 to k - 1."""
@@ -290,11 +281,8 @@ class Step:
         """Return the S * n rows of continuations, without log-probabilities."""
         parents = continuations.parents.reshape(-1)
         rows, added = self.beams.rows.select(parents, self.live.size), repeat_rows(self.live, parents.size)
-        return rows.append(self.run, continuations.tokens.reshape(-1), added, self._take(self.scores, parents))
-
-    def _take(self, x: jax.Array, parents: jax.Array) -> jax.Array:
-        """Return the rows of `x [rows, ...]` at `parents int32[S * n]`. Each search selects only its own rows."""
-        return take(x, parents, self.live.size)
+        scores = take(self.scores, parents, self.live.size)
+        return rows.append(self.run, continuations.tokens.reshape(-1), added, scores)
 
     def ended(self, rows: Rows) -> jax.Array:
         """Return which continuations, given as S * n rows, ended for a reason other than LENGTH, as bool[S, n]."""
@@ -343,9 +331,10 @@ class Step:
         added = repeat_rows(self.live, parents.size)
         rows = self.extend(continuations)
         if self.run.cfg.output_logprobs is not None:
-            logits, scores = (self._take(x, parents) for x in (self.logits, self.scores))
+            logits, scores = (take(x, parents, self.live.size) for x in (self.logits, self.scores))
             rows = rows.with_logprobs(self.run, added, logits, scores)
-        step, origins = (self._take(x, parents) for x in (self.beams.rows.history.step, self.beams.origins))
+        step = take(self.beams.rows.history.step, parents, self.live.size)
+        origins = take(self.beams.origins, parents, self.live.size)
         return rows, put_step(origins, step, added, parents % count)
 
 
@@ -358,33 +347,16 @@ def choose_beams(
         step = Step.begin(run, beams, logits, scores)
         candidates = step.candidates(keys)
     ended = step.ended(step.extend(candidates))
-    results, running = candidates.only(ended).first(count), candidates.only(~ended)
+    results = jax.tree.map(lambda x: x[:, :count], candidates.only(ended))
+    running = candidates.only(~ended)
     return step.finish(results, running.take(step.best(running)), candidates.totals[:, 0])
-
-
-def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: totals float32[S, C], and beam * V + token as int32[S, C]."""
-    run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
-    eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
-    most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
-    if keys is None:
-        return sharded_top_k(step.totals, most, run.mesh)
-    drawn = RowOptions(run.cfg, rows.options).at_least(rows.count)[::count, 0] * count
-    keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
-    totals, places = draw_distinct(keys, step.totals, most, drawn, run.mesh)
-    totals, order = lax.top_k(totals, most)
-    return totals, jnp.take_along_axis(places, order, axis=1)
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
     """Return True for searches whose hypotheses are final, as bool[S]; see `BeamHypotheses.is_done`.
 
-    Args:
-        run: the constants.
-        rows: the running beams.
-        kept: float32[S, k], the scores of the hypotheses, best first.
-        best: float32[S], the score of the best candidate, without the length penalty.
-        attained: float32[S], the same score with the length penalty.
+    `kept float32[S, k]` are the scores of the hypotheses, best first. `best float32[S]` is the score of the best
+    candidate without the length penalty, and `attained float32[S]` is the same score with the length penalty.
     """
     full = kept[:, -1] > -jnp.inf
     stopping = run.cfg.early_stopping
@@ -419,9 +391,7 @@ def _ended(rows: Rows) -> Rows:
 def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
     """Merge pools, and return the `count` best entries of each group, best first. In a tie, the first entry wins.
 
-    Args:
-        count: the number of entries to return.
-        pools: pairs `(scores, tree)`: float32[groups, n], and a tree of arrays `[groups * n, ...]`.
+    A pool is a pair `(scores, tree)`: float32[groups, n], and a tree of arrays `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)
@@ -431,8 +401,3 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         return jax.vmap(lambda group, place: group[place])(joined, index).reshape(groups * count, *joined.shape[2:])
 
     return scores, jax.tree.map(chosen, *(tree for _, tree in pools))
-
-
-def _log_probs(logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
-    del states
-    return jax.nn.log_softmax(logits, axis=-1)

@@ -78,8 +78,8 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
         waiting prompts, and the total number of steps so far; the journal entries follow.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
-    begun = {"results": state.results.clear(), "last": state.steps + steps, "finished": jnp.zeros((), bool)}
-    state = dataclasses.replace(state, **begun)
+    journal = dataclasses.replace(state.results, count=jnp.zeros((), jnp.int32))
+    state = dataclasses.replace(state, results=journal, last=state.steps + steps, finished=jnp.zeros((), bool))
 
     def goes_on(state: ContinuousState) -> jax.Array:
         return ~state.finished & (state.steps < state.last) & state.results.has_space()
@@ -111,9 +111,8 @@ def _keys(arrivals: Arrivals, key_impl: str) -> jax.Array:
 
 def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> ContinuousState:
     """Append the new prompts to the queue."""
-    queue, count = state.queue, arrivals.number.shape[0]
-    order = jnp.arange(count, dtype=jnp.int32)
-    given = arrivals.number != NOBODY
+    queue, given = state.queue, arrivals.number != NOBODY
+    order = jnp.arange(given.size, dtype=jnp.int32)
     # Unused entries get distinct places past the end, because the scatter promises unique indices.
     place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
     request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))

@@ -17,9 +17,6 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
 
-# As in transformers, the sort key of a continuation is its bank times this weight, plus its score.
-_BANK_WEIGHT = 100
-
 
 class ConstrainedBeamSearch(BeamSearch):
     """Beam search in which the results meet all constraints, budget permitting. Each prompt has one search."""
@@ -43,7 +40,7 @@ class ConstrainedBeamSearch(BeamSearch):
         with jax.named_scope("choose"):
             candidates = step.candidates(None)
             proposals = _proposals(step, table)
-            joined = candidates.join(proposals)
+            joined = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), candidates, proposals)
             rows = step.extend(joined)
             ended, met = step.ended(rows), _state(rows).complete.reshape(joined.tokens.shape)
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
@@ -82,16 +79,15 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
     """Return each continuation's bank in the new `state`, int32[S, n]. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
-    before = _state(step.beams.rows)
-    shape = (step.beams.rows.count, *table.ids.shape[:2])
-    proposals = table.proposed_banks(before, proposals.reshape(shape)).reshape(proposals.shape)
-    return jnp.concatenate([own, proposals], axis=1)
+    proposals = proposals.reshape(step.beams.rows.count, *table.ids.shape[:2])
+    proposals = table.proposed_banks(_state(step.beams.rows), proposals)
+    return jnp.concatenate([own, proposals.reshape(own.shape[0], -1)], axis=1)
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
     """Return which proposals differ from every `known` continuation in token or text, as bool[S, E].
 
-    Several beams may have the same text; initially, all beams do. Of these, only the first beam's proposals count.
+    Several beams may have the same text; initially, all beams do. Only the proposals of the first of these beams count.
     """
     history, (searches, count, _) = step.beams.rows.history, step.totals.shape
     text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
@@ -120,7 +116,8 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
     places = jnp.concatenate([best, jnp.broadcast_to(proposed, new.shape)], axis=1)
     valid = jnp.concatenate([jnp.ones(best.shape, bool), new], axis=1)
     banks = jnp.take_along_axis(banks, places, axis=1)
-    scores = (banks * _BANK_WEIGHT).astype(jnp.float32) + joined.take(places).totals
+    # As in transformers, the sort key of a continuation is its bank times 100, plus its score.
+    scores = (banks * 100).astype(jnp.float32) + joined.take(places).totals
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))

@@ -81,9 +81,8 @@ class Continuation:
             InputError: `rows` is not a list of row indices.
         """
         rows = row_numbers(rows, self.rows)
-        kv = self.kv.reorder(rows)
         tokens, count = _take((self.tokens, self.count), rows)
-        return Continuation(kv, tokens, count)
+        return Continuation(self.kv.reorder(rows), tokens, count)
 
     def expand(self, copies: int) -> Continuation:
         """Return a copy with each row repeated `copies` times, like `repeat_interleave`.

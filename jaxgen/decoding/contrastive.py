@@ -79,14 +79,12 @@ class ContrastiveSearch(Mode):
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
         """Return the initial state. The first step chooses the first token."""
-        hidden = prefilled.read.hidden
-        assert hidden is not None
-        hidden = guidance.conditional_part(run.cfg, hidden)
+        directions = _directions(run, prefilled.read)
         return ContrastiveState(
             rows=prefilled.rows,
             cache=prefilled.read.cache.fork(run.needs.candidates, run.capacity, shared=True),
-            read=_carried(prefilled.read),
-            context=pad_axis(_direction(hidden), 1, hidden.shape[1] + run.capacity),
+            read=dataclasses.replace(prefilled.read, out=None, cache=None, hidden=None),
+            context=pad_axis(directions, 1, directions.shape[1] + run.capacity),
         )
 
     def step(self, run: Run, state: ContrastiveState) -> ContrastiveState:
@@ -98,18 +96,19 @@ class ContrastiveSearch(Mode):
         tokens, probs, possible = _candidates(run, rows, scores)
         read, candidates = _read(run, rows, tokens, live, state.cache)
         with jax.named_scope("choose"):
-            assert read.hidden is not None
-            hidden = _direction(guidance.conditional_part(run.cfg, read.hidden)).reshape(*tokens.shape, -1)
-            similarity = _similarity(hidden, state.context, rows.history.total_length)
+            directions = _directions(run, read).reshape(*tokens.shape, -1)
+            cosine = jnp.einsum("bkd,bsd->bks", directions, state.context, precision=lax.Precision.HIGHEST)
+            length, width = rows.history.total_length, state.context.shape[1]
+            filled = jnp.arange(width, dtype=jnp.int32)[None, None, :] < length[:, None, None]
+            similarity = jnp.max(jnp.where(filled, cosine, -jnp.inf), axis=-1)  # [rows, k]
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
             chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely candidate wins
 
         # int32[rows], the index of each chosen candidate's row
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
-        column = jnp.where(live, rows.history.total_length, state.context.shape[1])
-        token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, hidden))
-        context = put(state.context, column, direction)
+        token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, directions))
+        context = put(state.context, jnp.where(live, length, width), direction)
         parents = guidance.rows_of_cache(run.cfg, repeat_rows(best, candidates.count), candidates.count)
         cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, best, candidates.count)
         groups = rows.count * guidance.streams(run.cfg)
@@ -118,23 +117,17 @@ class ContrastiveSearch(Mode):
         rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
         rows = rows.push(run, token, rows.live, logits, scores, failed)
         rows = record_layers(rows, read, 0, rows.live, cache.offset)
-        return ContrastiveState(rows, cache, _carried(read), context)
+        return ContrastiveState(rows, cache, dataclasses.replace(read, out=None, hidden=None), context)
 
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:
         """Return the tokens, and the cache without the last token of each row."""
-        count = state.cache.rows
-        cache = state.cache.select(jnp.arange(0, count, run.needs.candidates, dtype=jnp.int32))
+        cache = state.cache.select(jnp.arange(0, state.cache.rows, run.needs.candidates, dtype=jnp.int32))
         length = guidance.stack(run.cfg, jnp.maximum(state.rows.history.step - 1, 0))
         return Decoded.from_rows(run, state.rows, dataclasses.replace(cache, length=length))
 
     def progress(self, run: Run, state: ContrastiveState) -> Progress:
         """Return the tokens so far."""
         return Progress.from_rows(run, state.rows)
-
-
-def _carried(read: Forward) -> Forward:
-    """Return the part of the model's output that the next step needs."""
-    return dataclasses.replace(read, out=None, cache=None, hidden=None)
 
 
 def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -157,8 +150,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     Returns:
         The model's output for the rows * k candidates, and the candidates' rows with the hook's new state.
     """
-    count = tokens.shape[1]
-    candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(count)
+    candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(tokens.shape[1])
     flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
     eos = RowOptions(run.cfg, candidates.options).eos(candidates.count)
     history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read it
@@ -166,21 +158,9 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
 
 
-def _direction(hidden: jax.Array) -> jax.Array:
-    """Scale hidden states `[..., D]` to length 1 in float32; zeros stay zeros."""
-    hidden = hidden.astype(jnp.float32)
+def _directions(run: Run, read: Forward) -> jax.Array:
+    """Scale the hidden states of the rows that read the prompt to length 1, float32[rows, T, D]. Zeros stay zeros."""
+    assert read.hidden is not None
+    hidden = guidance.conditional_part(run.cfg, read.hidden).astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))
     return hidden / jnp.where(length == 0, 1.0, length)
-
-
-def _similarity(hidden: jax.Array, context: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the largest cosine similarity of each candidate to the tokens before it, float32[rows, k].
-
-    Args:
-        hidden: float32[rows, k, D], the hidden states of the candidates, scaled to length 1.
-        context: float32[rows, W, D], the hidden states of the rows' tokens, scaled to length 1.
-        length: int32[rows], the number of tokens in each row.
-    """
-    cosine = jnp.einsum("bkd,bsd->bks", hidden, context, precision=lax.Precision.HIGHEST)
-    filled = jnp.arange(context.shape[1], dtype=jnp.int32)[None, :] < length[:, None]
-    return jnp.max(jnp.where(filled[:, None, :], cosine, -jnp.inf), axis=-1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ from jaxgen.decoding.sample import Sample, append, process
 from jaxgen.errors import ConfigError
 from jaxgen.model.causal_lm import head
 
-# Tokens with a probability below this fraction of the highest probability are banned.
-_RELATIVE_TOP = 0.1
 # With more than _DEEP layers, "low" selects from the first _DEEP_REACH layers, and "high" from the last _DEEP_REACH.
 _DEEP, _DEEP_REACH = 40, 20
 
@@ -45,7 +42,12 @@ class Dola(Sample):
         logits, scores, rows = observe(
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
-        processed = unless_banned(process(run, rows, scores), lambda: process(run, rows, logits))
+        processed = process(run, rows, scores)
+        # If processors or a grammar ban all tokens that DoLa keeps, use the logits. transformers chooses token 0.
+        banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
+        processed = lax.cond(
+            jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
+        )
         return append(run, rows, live, logits, processed)
 
 
@@ -82,11 +84,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
 def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
     """Return the contrasted scores of the first stream and the unchanged logits of the other streams.
 
-    Args:
-        run: the constants.
-        adapter: int32[rows], the adapter of each row, or None.
-        logits: float32[streams * rows, V].
-        states: the hidden states, L + 1 arrays `[streams * rows, D]`.
+    `logits` and `states` are as in `forward.Score`. `adapter int32[rows]` is the adapter of each row, or None.
     """
     mature, *others = guidance.split(run.cfg, logits)
     candidates = [guidance.conditional_part(run.cfg, states[layer]) for layer in candidate_layers(run.cfg)]
@@ -108,17 +106,9 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
     log_premature = jax.nn.log_softmax(premature, axis=-1)
     layer = jnp.argmax(_divergence(log_mature[None], log_premature), axis=0)
     base = jnp.take_along_axis(log_premature, layer[None, :, None], axis=0)[0]
-    least = jnp.max(log_mature, axis=-1, keepdims=True) + math.log(_RELATIVE_TOP)
+    # Tokens that are less than a tenth as likely as the most likely token are banned.
+    least = jnp.max(log_mature, axis=-1, keepdims=True) + math.log(0.1)
     return jnp.where(log_mature < least, -jnp.inf, log_mature - base)
-
-
-def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
-    """Return the processed scores, float32[rows, V]; in rows where all tokens are banned, those of `without_dola`.
-
-    DoLa keeps only likely tokens. If processors or a grammar ban all of these, transformers chooses token 0.
-    """
-    banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
-    return lax.cond(jnp.any(banned), lambda: jnp.where(banned, without_dola(), processed), lambda: processed)
 
 
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:

@@ -22,9 +22,6 @@ from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.cache import KVCache
 
-# To limit the width of a pass, the heuristic schedule drafts at most this multiple of `num_assistant_tokens`.
-_GROWTH = 2
-
 
 @flax.struct.dataclass
 class Draft:
@@ -119,7 +116,10 @@ class DraftModel:
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry
             read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
-            logits = _resized(read.logits[:, 0], run.model.vocab_size)
+            # The draft model may pad its vocabulary differently.
+            logits = read.logits[:, 0, : run.model.vocab_size]
+            missing = run.model.vocab_size - logits.shape[1]
+            logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
             choice = choose(rows, process(run, rows, logits))
             added = active & (choice.failed == StopReason.NONE)
             rows = rows.append(run, choice.token, added, choice.scores)
@@ -129,7 +129,8 @@ class DraftModel:
                 active &= jnp.take_along_axis(probs, choice.token[:, None], axis=1)[:, 0] >= threshold
             return active, rows, read.cache
 
-        begin = (limit > 0, _without_records(rows), state.cache)
+        unrecorded = dataclasses.replace(rows, recording=Recording(), logprobs=None, hook=())
+        begin = (limit > 0, unrecorded, state.cache)
         _, drafted, cache = lax.while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
         draft = Draft(drafted.history.following(length, width), drafted.history.length - length)
         return draft, dataclasses.replace(state, cache=cache)
@@ -165,8 +166,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
         found = jnp.where(jnp.any(same, axis=-1), jnp.argmax(same, axis=-1).astype(jnp.int32), found)
         return found, same, before
 
-    most = min(most, ids.shape[1] - 1)
-    return lax.fori_loop(1, most + 1, compare, (length, column < length[:, None], ids))[0]
+    return lax.fori_loop(1, min(most + 1, ids.shape[1]), compare, (length, column < length[:, None], ids))[0]
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
@@ -183,7 +183,9 @@ def _draft_of(run: Run) -> Run:
 def _width(run: Run) -> int:
     """Return the maximum number of tokens that the draft model may draft."""
     cfg = _draft_of(run).cfg
-    return _within(run, cfg.num_assistant_tokens * (1 if cfg.num_assistant_tokens_schedule == "constant" else _GROWTH))
+    # The heuristic schedule may at most double the number of tokens, which limits the width of a pass.
+    growth = 1 if cfg.num_assistant_tokens_schedule == "constant" else 2
+    return _within(run, cfg.num_assistant_tokens * growth)
 
 
 def _within(run: Run, count: int) -> int:
@@ -194,21 +196,11 @@ def _within(run: Run, count: int) -> int:
 def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tokens:
     """Return the tokens that are not yet in the draft model's cache: the last one or two of each row."""
     missing = rows.history.length - cache.total_length
-    last, number = rows.history.last(2), jnp.arange(2)[None, :]
+    last = rows.history.last(2)
     ids = jnp.where((missing == 2)[:, None], last, last[:, ::-1])
-    return Tokens(_known(drafting, ids), (number < missing[:, None]) & active[:, None])
+    return Tokens.of_length(_known(drafting, ids), jnp.where(active, missing, 0))
 
 
 def _known(drafting: Run, ids: jax.Array) -> jax.Array:
     """Clip ids to the draft model's vocabulary, which may have less padding than the main model's."""
     return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
-
-
-def _resized(logits: jax.Array, vocab: int) -> jax.Array:
-    """Resize the draft model's logits to `[B, vocab]`, because the main model may pad its vocabulary differently."""
-    missing = max(vocab - logits.shape[1], 0)
-    return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
-
-
-def _without_records(rows: Rows) -> Rows:
-    return dataclasses.replace(rows, recording=Recording(), logprobs=None, hook=())

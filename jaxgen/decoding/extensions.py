@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -105,13 +104,11 @@ class HostFunction:
 
     number: jax.Array | np.ndarray
     vocab: int = flax.struct.field(pytree_node=False)
-    beams: int = flax.struct.field(pytree_node=False, default=1)
 
     def __call__(self, history: History) -> jax.Array:
         """Return the tokens that the function allows, bool[rows, V]."""
         shape = jax.ShapeDtypeStruct((history.ids.shape[0], self.vocab), np.dtype(bool))
-        ask = functools.partial(_ask, self.vocab, self.beams)
-        return jax.pure_callback(ask, shape, self.number, history.ids, history.length, history.done)
+        return jax.pure_callback(_ask, shape, self.number, history.ids, history.length, history.done)
 
 
 _NUMBERS = itertools.count()
@@ -135,7 +132,7 @@ class HostCalls:
     @property
     def pytree(self) -> HostFunction:
         """The function as an argument of a compiled program."""
-        return HostFunction(np.asarray(self.number, np.int32), self.vocab, self.beams)
+        return HostFunction(np.asarray(self.number, np.int32), self.vocab)
 
     def close(self) -> None:
         """Unregister the function."""
@@ -154,15 +151,15 @@ class HostCalls:
         return allowed
 
 
-def _ask(vocab: int, beams: int, number, ids, length, done) -> np.ndarray:
+def _ask(number, ids, length, done) -> np.ndarray:
     calls = _CALLED[int(number)]
-    result = np.zeros((len(ids), vocab), bool)
+    result = np.zeros((len(ids), calls.vocab), bool)
     ids, length, done = (np.asarray(x) for x in (ids, length, done))
     if calls.error is not None:
         return result  # allow no tokens, so that the run ends and generate() raises the error
     for row in np.flatnonzero(~done):
         try:
-            result[row, calls.allowed(int(row) // beams, ids[row, : length[row]])] = True
+            result[row, calls.allowed(int(row) // calls.beams, ids[row, : length[row]])] = True
         except BaseException as error:
             if not calls.eager:
                 raise

@@ -57,7 +57,7 @@ class ModelInputs:
             column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
             within = column < self.mask.shape[1]
             column = jnp.where(within, column, 0)
-            columns = self._map_columns(jax.vmap(lambda row, column: row[column]), column)
+            columns = self._map_columns(lambda x: jax.vmap(lambda row, places: row[places])(x, column))
             return dataclasses.replace(columns, mask=columns.mask & within)
         return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
 
@@ -65,9 +65,8 @@ class ModelInputs:
         """Return the inputs padded to `width` columns."""
         return self._map_columns(lambda x: pad_axis(x, 1, width))
 
-    def _map_columns(self, change: Callable[..., jax.Array], *arguments: jax.Array) -> ModelInputs:
-        columns = dataclasses.replace(self, key_mask=None, adapter=None)
-        changed = jax.tree.map(lambda x: change(x, *arguments), columns)
+    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> ModelInputs:
+        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None, adapter=None))
         return dataclasses.replace(changed, key_mask=self.key_mask, adapter=self.adapter)
 
 
@@ -118,12 +117,8 @@ def run_model(
 ) -> tuple[Forward, Rows]:
     """Run the newest tokens of each row through the model, in all streams.
 
-    Args:
-        run: the constants.
-        rows: the rows, which are returned with the hook's new state.
-        tokens: the tokens to read, a few for each row.
-        cache: a cache of the preceding tokens, to which `tokens` are added.
-        all_logits: if True, return the logits at all positions, not only at each row's last token.
+    The result contains the logits at each row's last token or, with `all_logits`, at all positions. The other arguments
+    are as in `run_prompts`, except that `tokens` has the rows of one stream.
     """
     if run.guided:
         tokens = guidance.stack(run.cfg, tokens)
@@ -180,8 +175,7 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
 
 def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
     """Return the rows with the hook's new state. Rows that are not live keep their old state."""
-    split = guidance.split(run.cfg, state)
-    return dataclasses.replace(rows, hook=where(live, split, rows.hook))
+    return dataclasses.replace(rows, hook=where(live, guidance.split(run.cfg, state), rows.hook))
 
 
 def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:

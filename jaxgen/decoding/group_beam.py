@@ -20,10 +20,6 @@ from jaxgen.shapes import repeat_rows, take
 class GroupBeamSearch(BeamSearch):
     """Diverse beam search. Each prompt has one search per group, and its searches are in consecutive rows."""
 
-    def beams_per_search(self, run: Run) -> int:
-        """Return the number of beams per group, k."""
-        return run.cfg.num_beams // run.cfg.num_beam_groups
-
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:

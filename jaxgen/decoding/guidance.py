@@ -46,7 +46,8 @@ def join(trees: tuple[Any, ...]) -> Any:
 
 def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
     """Append the negative prompts as rows. By default, the last token of a prompt is its negative prompt."""
-    negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
+    last = jnp.maximum(prompt.length - 1, 0)[:, None]
+    negative = Tokens(jnp.take_along_axis(prompt.ids, last, axis=1), jnp.ones(last.shape, bool))
     if request.negative_ids is not None and request.negative_mask is not None:
         negative = run.pad(Tokens.align(request.negative_ids, request.negative_mask))
     width = max(prompt.ids.shape[1], negative.ids.shape[1])

@@ -44,10 +44,6 @@ class Journal:
             columns += 1 if top is None else 1 + 2 * top.shape[-1]
         return cls(jnp.zeros((steps * rows.count, columns), jnp.int32), jnp.zeros((), jnp.int32), rows.count)
 
-    def clear(self) -> Journal:
-        """Return the journal without entries."""
-        return dataclasses.replace(self, count=jnp.zeros((), jnp.int32))
-
     def has_space(self) -> jax.Array:
         """Return bool[], True if there is space for the entries of one more step."""
         return self.count + self.rows <= self.entries.shape[0]
@@ -64,7 +60,11 @@ class Journal:
             jnp.where(ended, after.reasons, 0),
         ]
         if after.logprobs is not None:
-            columns += _logprobs(after)
+            column = jnp.maximum(after.history.step - 1, 0)
+            newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), after.logprobs)
+            columns.append(lax.bitcast_convert_type(newest.logprobs, jnp.int32))
+            if newest.top_tokens is not None:
+                columns += [*newest.top_tokens.T, *lax.bitcast_convert_type(newest.top_logprobs, jnp.int32).T]
         told = (added | ended) & (sequences.number != NOBODY)
         # Rows without an entry get distinct indices past the end, because the scatter promises unique indices.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
@@ -75,18 +75,3 @@ class Journal:
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
         """Return the journal unchanged, because it already contains all tokens of these sequences."""
         return self
-
-
-def _logprobs(rows: Rows) -> list[jax.Array]:
-    """Return the log-probability columns for the newest token of each row, each as int32[rows]."""
-    assert rows.logprobs is not None
-    column = jnp.maximum(rows.history.step - 1, 0)
-    newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), rows.logprobs)
-    columns = [_bits(newest.logprobs)]
-    if newest.top_tokens is not None and newest.top_logprobs is not None:
-        columns += [*newest.top_tokens.T, *_bits(newest.top_logprobs).T]
-    return columns
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)

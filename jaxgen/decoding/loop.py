@@ -1,7 +1,6 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-The functions of a `Mode` are pure, and operate on its own state. A step may append tokens to rows, reorder rows, or
-replace rows. No token runs through the model twice. Except in contrastive search, a row's last token is never read.
+No token runs through the model twice. Except in contrastive search, a row's last token is never read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from jaxgen.shapes import repeat_rows, resize_axis
 class Mode(abc.ABC):
     """Base class of decode modes. A mode determines how rows are extended. Each mode has its own file.
 
-    The state of a mode is a pytree with an attribute `finished`, bool[], True when no row needs another step.
+    The functions of a mode are pure. Its state is a pytree with an attribute `finished`, bool[], which is True when no
+    row needs another step.
 
     Attributes:
         takes_draft: a draft model may be passed, in which case `Assisted` replaces the mode.
@@ -71,7 +71,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:
-        """Return the state after one more step. A step may append any number of tokens to each row."""
+        """Return the state after one more step. A step may append tokens to rows, reorder rows, or replace rows."""
 
     @abc.abstractmethod
     def finish(self, run: Run, state: Any) -> Decoded:
@@ -171,10 +171,9 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
-    recording, continuation = decoded.recording, decoded.continuation
+    recording, continuation = run.cut(decoded.recording), decoded.continuation
     decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
     decoded = constrain(decoded, run.mesh, REPLICATED)
-    recording = run.cut(recording)
     if run.mesh.is_multi_process:
         recording = constrain(recording, run.mesh, REPLICATED)
     continuation = None if continuation is None else _cut(run, continuation)
@@ -183,8 +182,7 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
     """Drop the rows that pad the batch for the mesh, except from the keys and values."""
-    tokens, count = run.cut((continuation.tokens, continuation.count))
-    tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
+    tokens, count = constrain(run.cut((continuation.tokens, continuation.count)), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
 
 
@@ -215,10 +213,7 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
 
 def prefill(run: Run, request: Request) -> Prefilled:
     """Run each prompt through the model once, regardless of how many sequences continue it."""
-    request = request.complete()
-    prompt, cache, rows = open_prompts(run, request)
-    if run.extensions.hook is not None:
-        rows = begin_hook(run, rows)
+    prompt, cache, rows = open_prompts(run, request.complete())
     with jax.named_scope("prefill"):
         empty = request.cache is None
         read, rows = run_prompts(run, rows, prompt, cache, cache_is_empty=empty, following=run.capacity)
@@ -251,6 +246,8 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
         read, rows = run.pad(read), rows.pad(run)
     if run.guided:
         read = guidance.with_negative(run, request, read)
+    if run.extensions.hook is not None:
+        rows = begin_hook(run, rows)
     return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
 
 

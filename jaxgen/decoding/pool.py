@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
-from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, in_one_pass, inputs_of
+from jaxgen.decoding.forward import Forward, ModelInputs, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
 from jaxgen.decoding.prefixes import NOWHERE, copy_from, copy_to
 from jaxgen.decoding.queue import NOBODY, Queue
@@ -62,18 +62,16 @@ class Pool:
 
     @classmethod
     def open(cls, run: Run, queue: Queue, most: int, stored: int = 0) -> Pool:
-        """Return an empty pool for the prompts of a queue.
+        """Return an empty pool of at most `most` places for the prompts of a queue.
 
-        Args:
-            run: the constants.
-            queue: the waiting prompts.
-            most: the maximum number of places.
-            stored: the capacity of the prefix store, in chunks; 0 for no store.
+        If `stored` is not 0, the pool has a prefix store with space for this number of chunks.
         """
-        chunk = chunk_size(run.cfg, _width(queue.request))
+        request = queue.request
+        negative = 0 if request.negative_ids is None else request.negative_ids.shape[1]
+        chunk = chunk_size(run.cfg, max(request.ids.shape[1] + (request.cache is not None), negative))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))
         nobody = jnp.full(places, NOBODY, jnp.int32)
-        inputs, rows, cache = _open(run, queue.request, jnp.zeros(places, jnp.int32))
+        inputs, rows, cache = _open(run, request, jnp.zeros(places, jnp.int32))
         layers = run.model.num_hidden_layers + 1 if run.reads_states else 0
         states = jnp.zeros((cache.rows, 1, run.model.hidden_size), run.model.dtype)
         pool = cls(
@@ -98,9 +96,9 @@ class Pool:
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
-    def has_unread(self, run: Run) -> jax.Array:
-        """Return bool[], True if a prompt in the pool has not been fully read."""
-        return jnp.any((self.number != NOBODY) & ~self.ready(run))
+    def unread(self, run: Run) -> jax.Array:
+        """Return bool[R], True for places with a prompt that has not been fully read."""
+        return (self.number != NOBODY) & ~self.ready(run)
 
     def can_load(self, queue: Queue) -> jax.Array:
         """Return bool[], True if a place is empty and a prompt is waiting."""
@@ -119,10 +117,7 @@ class Pool:
             cache = copy_from(self.store, cache, queue.prefixes.have[place])
             keep = where(loaded, queue.prefixes.keep[place], keep)
         of_streams = guidance.stack(run.cfg, loaded)
-
-        def own(cache: KVCache) -> KVCache:
-            return dataclasses.replace(cache, prefix=None)
-
+        new, old = (dataclasses.replace(kv, prefix=None) for kv in (cache, self.cache))
         pool = dataclasses.replace(
             self,
             number=jnp.where(loaded, number, self.number),
@@ -132,10 +127,11 @@ class Pool:
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
             # Erase the previous prompt's keys and values, because a NaN would spread even from masked slots.
-            cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
+            cache=dataclasses.replace(where(of_streams, new, old), prefix=self.cache.prefix),
             keep=keep,
         )
-        return pool, queue.drop(jnp.sum(given, dtype=jnp.int32))
+        count = jnp.sum(given, dtype=jnp.int32)
+        return pool, dataclasses.replace(queue, first=queue.place(count), waiting=queue.waiting - count)
 
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has not been fully read.
@@ -151,8 +147,7 @@ class Pool:
             place = jnp.argmax(unread)[None].astype(jnp.int32)
             return pool._read_places(run, place), unread.at[place].set(False)
 
-        carry = self, (self.number != NOBODY) & ~self.ready(run)
-        return lax.while_loop(lambda carry: jnp.any(carry[1]), read_next, carry)[0]
+        return lax.while_loop(lambda carry: jnp.any(carry[1]), read_next, (self, self.unread(run)))[0]
 
     def _read_places(self, run: Run, places: jax.Array) -> Pool:
         """Read the next chunk of the prompts at the indices `places int32[n]`."""
@@ -200,15 +195,8 @@ def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, 
     """Return the model's inputs, the rows and the initial cache for the prompts at the indices `prompts int32[R]`."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
-    if run.extensions.hook is not None:
-        rows = begin_hook(run, rows)
     inputs, rows = inputs_of(run, rows, tokens, cache, following=run.capacity)
     return inputs, rows, cache
-
-
-def _width(request: Request) -> int:
-    negative = 0 if request.negative_ids is None else request.negative_ids.shape[1]
-    return max(request.ids.shape[1] + (request.cache is not None), negative)
 
 
 def chunk_size(cfg: GenerationConfig, width: int) -> int:

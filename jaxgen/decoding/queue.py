@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.request import Request
-from jaxgen.decoding.run import Run
 
 NOBODY = -1  # stands for "no prompt"
 
@@ -35,14 +31,6 @@ class Queue:
     waiting: jax.Array
     prefixes: Places | None = None
 
-    @classmethod
-    def from_request(cls, run: Run, request: Request) -> Queue:
-        """Return the queue of all prompts of a run, numbered from 0. The request must be complete."""
-        prompts = run.sizes.prompts
-        number = jnp.arange(prompts, dtype=jnp.int32)
-        sequences = jnp.full(prompts, run.needs.sequences, jnp.int32)
-        return cls(request, number, sequences, jnp.zeros((), jnp.int32), jnp.int32(prompts))
-
     @property
     def places(self) -> int:
         """The number of places, Q."""
@@ -51,7 +39,3 @@ class Queue:
     def place(self, order: jax.Array) -> jax.Array:
         """Return the place that is `order int32[...]` places after `first`."""
         return (self.first + order) % self.places
-
-    def drop(self, count: jax.Array) -> Queue:
-        """Remove the next `count int32[]` prompts."""
-        return dataclasses.replace(self, first=self.place(count), waiting=self.waiting - count)

@@ -41,16 +41,12 @@ class LayerRecording(RowState):
         Columns that pad the prompts to a bucket are removed. For attention weights, `tokens` is the number of generated
         tokens to keep on the last axis; for hidden states, it is None.
         """
-        bucket = self.prefill[0].shape[-2]
-
-        def columns(x, axis: int):
-            return x[(slice(None),) * axis + (slice(bucket - width, None),)]
-
-        prefill = tuple(columns(x, x.ndim - 2) for x in self.prefill)
+        padding = self.prefill[0].shape[-2] - width
+        prefill = tuple(x[..., padding:, :] for x in self.prefill)
         decode = tuple(x[:, : max(new_tokens - 1, 0)].swapaxes(0, 1) for x in self.decode)
         if tokens is not None:
-            prefill = tuple(columns(x, x.ndim - 1) for x in prefill)
-            decode = tuple(columns(x, x.ndim - 1)[..., : width + tokens] for x in decode)
+            prefill = tuple(x[..., padding:] for x in prefill)
+            decode = tuple(x[..., padding : padding + width + tokens] for x in decode)
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
@@ -60,11 +56,9 @@ class LayerRecording(RowState):
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """Return int32[B, P]: for each column of a prompt, the index of its token among the prefilled ones; -1 for padding.
+    """Return the index of each prompt column's token among all prefilled tokens, int32[B, P]; -1 for padding.
 
-    Args:
-        mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. Those that the mask does not include come first.
+    A prompt has `length int32[B]` prefilled tokens. The last of them are the tokens in `mask bool[B, P]`.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)

@@ -20,24 +20,14 @@ class RowState:
 
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
-    def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
-        """Map the arrays of sequences with `of_sequences`, and those of prompts with `of_prompts` (default: no change).
-
-        Both functions also receive the matching arrays of `others`, which have the same structure as `self`.
-        """
-        return _map((self, *others), of_sequences, of_prompts)
-
-
-def _map(trees: tuple, of_sequences: Callable, of_prompts: Callable) -> Any:
-    if not isinstance(trees[0], RowState):
-        return jax.tree.map(of_sequences, *trees)
-    first: Any = trees[0]  # a dataclass
-    changed = {
-        field.name: _map(
-            tuple(getattr(tree, field.name) for tree in trees),
-            of_prompts if field.name in first.of_prompts else of_sequences,
-            of_prompts,
-        )
-        for field in dataclasses.fields(first)
-    }
-    return dataclasses.replace(first, **changed)
+    def map_sequences(self: State, change: Callable[[jax.Array], jax.Array]) -> State:
+        """Change the arrays of sequences, and leave the arrays of prompts as they are."""
+        own: Any = self  # a dataclass
+        changed = {}
+        for field in dataclasses.fields(own):
+            if field.name in self.of_prompts:
+                continue
+            value = getattr(own, field.name)
+            is_state = isinstance(value, RowState)
+            changed[field.name] = value.map_sequences(change) if is_state else jax.tree.map(change, value)
+        return dataclasses.replace(own, **changed)

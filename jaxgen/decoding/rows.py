@@ -1,8 +1,7 @@
 """The state of rows: tokens, options, keys, grammar, stop strings, constraints, hook and records.
 
-Every part supports the same operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
-rows (reorder them, as beams do) and `insert` rows (replace a finished row with a new prompt). Every array has one row
-per sequence or, if named in `of_prompts`, per prompt, so `fork`, `select` and `insert` are single maps (`RowState`).
+Every array has one row per sequence or, if named in `of_prompts`, one row per prompt. Therefore `fork` (turn rows into
+sequences), `select` (reorder rows, as beams do) and `insert` (replace finished rows) are single maps over the arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxgen.decoding.request import Request
 from jaxgen.decoding.rng import sequence_keys
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stop_reasons import StopReason, first_reason, is_eos
+from jaxgen.decoding.stop_reasons import StopReason, first_reason
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import pipeline
@@ -72,14 +71,10 @@ class Rows(RowState):
 
     @classmethod
     def begin(cls, run: Run, request: Request, known: Tokens, cache_ids: jax.Array | None, total: jax.Array) -> Rows:
-        """Begin one row per prompt.
+        """Begin one row per prompt. The request must be complete.
 
-        Args:
-            run: the constants.
-            request: the prompts, complete.
-            known: each prompt's tokens with known ids, including tokens in the cache.
-            cache_ids: int32[B, W]; see the attribute.
-            total: int32[B], the number of tokens of each prompt, including cached tokens and tokens without known ids.
+        `known` contains each prompt's tokens with known ids, including tokens in the cache. `total int32[B]` is the
+        number of all tokens of each prompt, including cached tokens and tokens without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
         wrong = (request.ids < 0) | (request.ids >= run.model.vocab_size)
@@ -127,7 +122,7 @@ class Rows(RowState):
 
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences of each row, each with a different key."""
-        forked = dataclasses.replace(self, keys=None).map_rows(lambda x: repeat_rows(x, x.shape[0] * copies))
+        forked = dataclasses.replace(self, keys=None).map_sequences(lambda x: repeat_rows(x, x.shape[0] * copies))
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def sequence(self, number: jax.Array) -> Rows:
@@ -140,7 +135,7 @@ class Rows(RowState):
 
         `rows` is int32[count]. The rows form `groups` equal parts, and no row moves to another part; see `shapes.take`.
         """
-        return self.map_rows(lambda x: take(x, rows, groups))
+        return self.map_sequences(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
         """Return the rows at the indices `rows int32[n]`. The state must have one row per prompt."""
@@ -157,13 +152,11 @@ class Rows(RowState):
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
-            return x.at[rows].set(y, mode="drop", unique_indices=True)
-
-        def write_prompts(x: jax.Array, y: jax.Array) -> jax.Array:
             sequences = self.count // x.shape[0]
-            return x.at[rows[::sequences] // sequences].set(y, mode="drop", unique_indices=True)
+            places = rows if sequences == 1 else rows[::sequences] // sequences
+            return x.at[places].set(y, mode="drop", unique_indices=True)
 
-        return self.map_rows(write, source, of_prompts=write_prompts)
+        return jax.tree.map(write, self, source)
 
     def push(
         self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array
@@ -199,15 +192,21 @@ class Rows(RowState):
             if run.extensions.allowed is not None or run.extensions.stop_strings is not None:
                 grammar, stop_strings, ends = self._read_texts(run, tokens, added)
                 history = dataclasses.replace(history, grammar=grammar)
-            stops = {"EOS": is_eos(tokens, self.options.get("eos_token_id")), "LENGTH": history.step >= history.budget}
+            ends["LENGTH"] = history.step >= history.budget
+            if "eos_token_id" in self.options:  # int32[rows, E]; entries of -1 match nothing
+                ends["EOS"] = jnp.any(tokens[:, None] == self.options["eos_token_id"], axis=-1)
             for criterion in run.extensions.criteria:
-                met = pipeline.call("stopping_criteria", criterion, history, scores)
-                ends["CRITERION"] = ends.get("CRITERION", False) | _checked(met, self.count)
+                met = jnp.asarray(pipeline.call("stopping_criteria", criterion, history, scores))
+                if met.shape != (self.count,) or met.dtype != bool:
+                    raise InputError(
+                        f"stopping_criteria must return bool[{self.count}], one per row, got {met.dtype}{met.shape}"
+                    )
+                ends["CRITERION"] = ends.get("CRITERION", False) | met
             constraints = self.constraints
             if constraints is not None:
                 constraints = ConstraintAutomaton.from_config(run.cfg).push(constraints, tokens, added)
             rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
-            return rows.end(added, first_reason(**stops, **ends))
+            return rows.end(added, first_reason(**ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
         """Return the new states of the grammar and stop strings, and for each stop reason, the rows that it ends."""
@@ -280,10 +279,3 @@ def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs:
         return LogProbs(zeros)
     top = (rows, capacity, cfg.top_logprobs)
     return LogProbs(zeros, jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32))
-
-
-def _checked(stops: Any, rows: int) -> jax.Array:
-    stops = jnp.asarray(stops)
-    if stops.shape != (rows,) or stops.dtype != bool:
-        raise InputError(f"stopping_criteria must return bool[{rows}], one per row, got {stops.dtype}{stops.shape}")
-    return stops

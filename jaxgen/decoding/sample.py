@@ -163,15 +163,12 @@ def greedy(scores: jax.Array) -> jax.Array:
 
 
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
-    """Draw a token for each row from softmax(scores). Return int32[rows].
+    """Draw a token for each row from softmax(scores float32[rows, V]). Return int32[rows].
+
+    `step`, int32[rows] or int32[], is folded into `keys key[rows]`.
 
     First, a block of tokens is drawn according to its probability, then a token of that block. This does not change the
     distribution, but needs random numbers only for the blocks and the tokens of one block, not for all tokens.
-
-    Args:
-        keys: key[rows].
-        step: int32[rows] or int32[], folded into the keys.
-        scores: float32[rows, V].
     """
     return jax.vmap(_draw_row)(keys, jnp.broadcast_to(step, keys.shape), scores)
 

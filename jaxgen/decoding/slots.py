@@ -24,12 +24,10 @@ from jaxgen.decoding.pool import Pool
 from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.request import Request
-from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import rows_on
-from jaxgen.shapes import repeat_rows
 
 _STEPS = 4  # maximum per round, so that a streamer need not wait until a row ends
 
@@ -48,7 +46,7 @@ class Sequences:
 
 
 @flax.struct.dataclass
-class Answers(RowState):
+class Answers:
     """The results of all sequences, in the order of the prompts. They are empty for sequences that have not begun.
 
     Attributes:
@@ -77,13 +75,12 @@ class Answers(RowState):
         """
         count = run.prompts * run.needs.sequences
         padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
-        none = cls(
-            tokens=jnp.broadcast_to(run.pad_id, (1, run.capacity)),
-            lengths=jnp.zeros(1, jnp.int32),
+        return cls(
+            tokens=jnp.broadcast_to(run.pad_id, (count, run.capacity)),
+            lengths=jnp.zeros(count, jnp.int32),
             reasons=jnp.where(padding, jnp.int32(StopReason.LENGTH), jnp.int32(StopReason.NONE)),
-            logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), rows.logprobs),
+            logprobs=jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), rows.logprobs),
         )
-        return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def has_space(self) -> jax.Array:
         """Return True, because each sequence has its own entry."""
@@ -150,8 +147,12 @@ class Continuous(Mode):
         return self.mode.needs(cfg)
 
     def start(self, run: Run, request: Request) -> ContinuousState:
-        """Return the state in which all slots are free and all prompts are waiting."""
-        state = self.open(run, Queue.from_request(run, request.complete()))
+        """Return the state in which all slots are free, and all prompts are waiting and numbered from 0."""
+        prompts = run.sizes.prompts
+        number = jnp.arange(prompts, dtype=jnp.int32)
+        sequences = jnp.full(prompts, run.needs.sequences, jnp.int32)
+        queue = Queue(request.complete(), number, sequences, jnp.zeros((), jnp.int32), jnp.int32(prompts))
+        state = self.open(run, queue)
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
@@ -190,7 +191,7 @@ class Continuous(Mode):
             return jnp.zeros((), bool), carry[1].read_chunk(run)
 
         pool, queue = lax.while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
-        pool = lax.while_loop(lambda carry: carry[0], read, (wanted & pool.has_unread(run), pool))[1]
+        pool = lax.while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread(run)), pool))[1]
         return dataclasses.replace(state, pool=pool, queue=queue)
 
     def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
@@ -218,8 +219,8 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, but at least one: rows must not wait for two chunks to be read."""
-        someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
+        """Take steps until a slot can be filled, but at least one, so that no row waits while two chunks are read."""
+        someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
             step, rows, results = carry

@@ -52,8 +52,3 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 def failure(best: jax.Array) -> jax.Array:
     """Return each row's failure, given its highest score `best float32[rows]`; NONE if a token can be chosen."""
     return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
-
-
-def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-    """Return bool[rows], True if the row's token is in `eos int32[rows, E]`. Entries of -1 match nothing."""
-    return jnp.zeros(tokens.shape, bool) if eos is None else jnp.any(tokens[:, None] == eos, axis=-1)

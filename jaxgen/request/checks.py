@@ -24,9 +24,6 @@ from jaxgen.model.fused import expected_shapes
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
 
-# Options that depend on the tokens of the prompt.
-_OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
-
 
 def check_call(params, cfg: GenerationConfig) -> None:
     """Raise an error if `cfg` is not a `GenerationConfig` with a model, or if the parameters do not match the model."""
@@ -48,8 +45,7 @@ def check_call(params, cfg: GenerationConfig) -> None:
             continue
         if leaf is not None and (reason := mismatch(leaf, shape)) is not None:
             problems.append(f"{name} {reason}")
-    dtype = None if problems else given["model.embed_tokens.weight"].dtype
-    if dtype is not None and dtype != model.dtype:
+    if not problems and (dtype := given["model.embed_tokens.weight"].dtype) != model.dtype:
         problems.append(
             f"they are {dtype} and cfg.model.dtype is {model.dtype}: make them equal with "
             f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
@@ -85,7 +81,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
         raise ConfigError(mode.no_cache)
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to get attention weights")
-    readers = [name for name in _OF_TOKENS if cfg.on(name)]
+    readers = [option.name for option in OPTIONS.values() if option.of_tokens and cfg.on(option.name)]
     readers += ["logits_processor"] * bool(extensions.processors) + ["stopping_criteria"] * bool(extensions.criteria)
     readers += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
     if readers and cache.tokens is None:
@@ -102,8 +98,7 @@ def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: E
         raise ConfigError(
             f"slots={cfg.slots} works with greedy search, sampling and DoLa, not with {what}: leave slots out"
         )
-    records = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-    for name in records:
+    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
         if getattr(cfg, name):
             raise ConfigError(
                 f"{name} is not offered with slots={cfg.slots}: use output_logprobs, or run fewer prompts without slots"
@@ -170,12 +165,8 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
     """Warn if a row cannot reach its minimum length within its budget, or may exceed the model's context.
 
-    transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings.
-
-    Args:
-        cfg: the config.
-        lengths: int32[B], the number of tokens in each prompt, including those given as embeddings.
-        budget: int32[B], the maximum number of tokens to generate.
+    transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings. Both arrays are int32[B].
+    `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings.
     """
     longest, model = int((lengths + budget).max()), cfg.model
     if longest > model.max_position_embeddings and longest > (context := model.context_length):

@@ -84,11 +84,7 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
     """Run a call in chunks, dispatching each chunk before the tokens of the previous chunk are read.
 
     The first chunk is read before the second is dispatched, so that the first tokens need not wait for a compilation.
-
-    Args:
-        prepared: the call.
-        streamer: receives the tokens by row if it has `put_row`; otherwise, the prompts, then the tokens of each step.
-        deadline: the time to stop, as measured by `time.monotonic`, or None.
+    The run stops at `deadline`, a time as measured by `time.monotonic`, unless it is None.
     """
     run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")
 
@@ -96,10 +92,8 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
         """Pass new tokens to the streamer. Return True if all rows have ended."""
         nonlocal before
         seen = jax.device_get(progress)
-        if by_row:
-            _put_rows(streamer, before, seen)
-        elif streamer is not None:
-            _put_steps(streamer, before, seen)
+        if streamer is not None:
+            _stream(streamer, by_row, before, seen)
         before = seen
         return bool(seen.finished)
 
@@ -116,14 +110,15 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
     return _finish(run, state, np.bool_(late and not finished), mode=mode)
 
 
-def _put_steps(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the steps that all rows have taken since `before`, a `Progress` on the host (None at first)."""
-    for column in range(0 if before is None else int(before.steps), int(now.steps)):
-        streamer.put(now.tokens[:, column])
+def _stream(streamer: Any, by_row: bool, before: Any, now: Any) -> None:
+    """Stream what is new since `before`: the tokens of each row, or the steps that all rows have taken.
 
-
-def _put_rows(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the new tokens of each row since `before`, a `Progress` on the host (None at first)."""
+    `now` is a `Progress` on the host. `before` is an earlier one, or None at first.
+    """
+    if not by_row:
+        for column in range(0 if before is None else int(before.steps), int(now.steps)):
+            streamer.put(now.tokens[:, column])
+        return
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended
     for row in np.flatnonzero((now.lengths > begin) | just_ended):

@@ -20,20 +20,18 @@ def without_gradient(tree: T) -> T:
     differentiated function does not show that it is being differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
-    places = [
-        place
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    if not places:
+    traced = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            traced[place] = leaf
+    if not traced:
         return tree
-    for place, leaf in zip(places, _constant([leaves[place] for place in places]), strict=True):
-        leaves[place] = leaf
-    return jax.tree.unflatten(structure, leaves)
+    constants = _constant(traced)
+    return jax.tree.unflatten(structure, [constants.get(place, leaf) for place, leaf in enumerate(leaves)])
 
 
 @jax.custom_jvp
-def _constant(arrays: list[Any]) -> list[Any]:
+def _constant(arrays: dict[int, Any]) -> dict[int, Any]:
     return arrays
 
 

@@ -14,8 +14,6 @@ from jaxgen.request.inputs import mask_of, prompts_of
 from jaxgen.request.prepare import CallInputs
 from jaxgen.text.tokenizer import check_tokenizer
 
-# Options that force tokens at positions counted from the start of the prompt.
-_PLACED = ("forced_bos_token_id", "forced_decoder_ids")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
@@ -26,11 +24,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
     so that the answer starts with a whole character. A prompt stays unchanged if its last token has no text (like a
     special token) or is its only token. Columns before the removed tokens move right, so the width does not change.
 
-    Args:
-        cfg: the config.
-        inputs: the concrete arrays of an eager call.
-        allowed: the caller's `prefix_allowed_tokens_fn`, which must be None.
-        tokenizer: the model's `Tokenizer`.
+    `allowed` is the caller's `prefix_allowed_tokens_fn`, and `tokenizer` a `Tokenizer` or None.
 
     Raises:
         InputError: the prompts have no ids, there is no tokenizer, or `prefix_allowed_tokens_fn` is also set.
@@ -44,7 +38,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
         raise InputError("token_healing and prefix_allowed_tokens_fn both restrict the first tokens: leave one out")
     if inputs.ids is None and inputs.inputs_embeds is not None:
         raise InputError("token_healing needs the prompts' ids, and only inputs_embeds were given: pass ids too")
-    for name in _PLACED:
+    for name in ("forced_bos_token_id", "forced_decoder_ids"):
         if cfg.on(name):
             raise ConfigError(f"token_healing makes the prompt shorter, but {name} counts its tokens: leave one out")
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)

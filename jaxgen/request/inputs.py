@@ -56,17 +56,20 @@ def token_ids(given, model: ModelConfig) -> Array:
 
 
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
-    """Return the ids int32[B, P], all `UNKNOWN` if `ids` is None, and the embeddings `[B, P, D]` or None.
+    """Return the prompts that the caller passed: the ids, int32[B, P], and the embeddings, `[B, P, D]` or None.
 
-    Args:
-        ids: the ids that the caller passed, or None.
-        embeds: the embeddings that the caller passed, or None.
-        cfg: the config, with the model and the default first id, `bos_token_id`.
-        continues: True if the prompts continue a cache.
+    If only embeddings were passed, all ids are `UNKNOWN`. If neither was passed, the prompt is `bos_token_id`, which is
+    possible only if the prompts do not continue a cache.
     """
     if embeds is not None:
         embeds = embeds if is_traced(embeds) else np.asarray(embeds)
-        _check_embeds(embeds, cfg.model)
+        if embeds.ndim != 3 or embeds.shape[-1] != cfg.model.hidden_size or 0 in embeds.shape:
+            raise InputError(
+                f"inputs_embeds must have shape [B, P, {cfg.model.hidden_size}] with B and P at least 1, got "
+                f"{list(embeds.shape)}"
+            )
+        if not jnp.issubdtype(embeds.dtype, jnp.floating):
+            raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
         if ids is None:
             return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
     if ids is None:
@@ -125,27 +128,13 @@ def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
     return mask
 
 
-def _check_embeds(embeds: Array, model: ModelConfig) -> None:
-    if embeds.ndim != 3 or embeds.shape[-1] != model.hidden_size or 0 in embeds.shape:
-        raise InputError(
-            f"inputs_embeds must have shape [B, P, {model.hidden_size}] with B and P at least 1, got "
-            f"{list(embeds.shape)}"
-        )
-    if not jnp.issubdtype(embeds.dtype, jnp.floating):
-        raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
-
-
 def negative_prompts(
     negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
 ) -> tuple[Array | None, Array | None]:
-    """Return negative prompts, int32[B, Q], and their mask, bool[B, Q]. Both are None by default or without guidance.
+    """Check what the caller passed, and return negative prompts, int32[B, Q], and their mask, bool[B, Q].
 
-    Args:
-        negative: the negative prompts that the caller passed, or None.
-        mask: the mask that the caller passed, or None.
-        cfg: the config, with the model and `guidance_scale`.
-        prompts: the number of prompts, B.
-        has_ids: True if the prompts have ids, in which case each prompt's last id is its default negative prompt.
+    Both are None without guidance. They are also None by default if the prompts have ids, because each prompt's last id
+    is then its negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

@@ -141,10 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Remove the values of per-prompt options from the run. Return the run and the values; see `Request.options`.
-
-    All values become arrays.
-    """
+    """Remove the values of per-prompt options from the run. Return the run and the values; see `Request.options`."""
     draft, options = (None, {}) if run.draft is None else _without_options(run.draft, as_array)
     cfg, own = jax.tree.map(as_array, run.cfg.split())
     return dataclasses.replace(run, cfg=cfg, draft=draft), options | own
@@ -214,15 +211,8 @@ def _budget(
 ) -> tuple[int, Array]:
     """Return the maximum number of new tokens in any row, and the budget of each prompt, int32[B].
 
-    `max_new_tokens` takes precedence over `max_length`, which counts all tokens in a row, including cached tokens.
-
-    Args:
-        cfg: the config.
-        mask: bool[B, P], True for the prompts' tokens.
-        cached: int32[B], the number of cached tokens before each prompt; None without a cache.
-        room: an upper bound, known even under jit, on a row's length before generation.
-        extensions: the caller's extensions. The shortest string that an automaton accepts must fit within the budget.
-        eager: False under the caller's jit.
+    `max_new_tokens` takes precedence over `max_length`, which counts all tokens in a row, including `cached int32[B]`
+    tokens before the prompt. `room` is an upper bound, known even under jit, on a row's length before generation.
     """
     prompts = mask.shape[0]
     lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if cached is None else cached)
