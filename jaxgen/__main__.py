@@ -19,13 +19,9 @@ def main() -> None:
     sys.exit(run())
 
 
-def _forget_working_directory() -> None:
-    """Keep `python -m` from importing the user's files, such as a convert.py, instead of packages."""
+if __name__ == "__main__":
+    # Keep `python -m` from importing the user's files, such as a convert.py, instead of packages.
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if not sys.flags.safe_path and sys.path[0] == os.getcwd() != package:
         del sys.path[0]
-
-
-if __name__ == "__main__":
-    _forget_working_directory()
     main()

@@ -8,8 +8,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ from convert.adapter import read_updates
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
+from jaxgen.buckets import power_of_two
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, answer_file, recorded
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
-from jaxgen.cli.input_file import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes
-from jaxgen.cli.many import slots_for, width_for, write_answers
+from jaxgen.cli.input_file import Line, check_vocabulary, prompt_ids, read_lines, stdin_bytes
+from jaxgen.cli.many import width_for, write_answers
 from jaxgen.cli.memory import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
@@ -94,10 +97,6 @@ def answer(options: argparse.Namespace) -> Stats:
     """Write the answers to stdout or to --output, and return the statistics.
 
     All input is checked before the weights are read, because reading them can take a long time.
-
-    Raises:
-        JaxgenError: the input is bad, or the checkpoint cannot be read.
-        OSError: a file cannot be read or written.
     """
     stats, job = Stats(), _prepare(options)
     with _answer_file(job, options) as file:
@@ -110,14 +109,13 @@ def answer(options: argparse.Namespace) -> Stats:
             form = {"dtype": options.dtype, "quantize": options.quantize}
             cfg = job.cfg if job.slots is None else job.cfg.replace(slots=job.slots)
             check_memory(job.source.path, cfg, rows, width, **form, assistant=job.assistant)
-        terminal.show(f"loading {options.model or 'the bundled model'}")
-        with stats.loading():
-            session = _load(job, options, stats)
+        start = time.perf_counter()
+        session = _load(job, options, stats)
+        stats.load = time.perf_counter() - start
         if job.chat is not None:
             converse(job.chat, session, set(generation_fields(options)))
         elif options.input:
-            sizes = {"slots": job.slots, "batch_size": job.batch_size}
-            write_answers(job.lines, job.indices, done, session, file, **sizes)
+            write_answers(job.lines, job.indices, done, session, file, slots=job.slots, batch_size=job.batch_size)
         else:
             ids, mask = job.tokenizer.pad([job.lines[0].ids])
             out = generate_and_print(session, ids, Printer(session), attention_mask=mask)
@@ -133,10 +131,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     text = prompt_text(options)
     if options.html is not None:
         check_target(options.html)
-    source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
-    source = source.quantize(options.quantize)
-    if options.adapter is not None:
-        read_updates([options.adapter], source.cfg.model)  # raises an error if the adapter does not fit the model
+    source = open_model(options, [] if options.adapter is None else [options.adapter])
     cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
@@ -171,6 +166,14 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     return job
 
 
+def open_model(options: argparse.Namespace, adapters: Sequence[Path]) -> Checkpoint:
+    """Open --model, or the bundled model, without reading its weights; raise an error if an adapter does not fit it."""
+    source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
+    source = source.quantize(options.quantize)
+    read_updates(adapters, source.cfg.model)
+    return source
+
+
 def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> int | None:
     """Return the number of slots to use for --input, or None if its prompts are answered in batches."""
     reason = not_in_slots(cfg.reset(["slots"]))
@@ -185,8 +188,10 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
         raise InputError(
             f"--slots works with greedy search, sampling and DoLa, not with {in_flags(reason)}: use --batch-size"
         )
-    wanted_slots = options.slots or cfg.slots or DEFAULT_SLOTS
-    return None if reason is not None else slots_for(wanted_slots, prompts, cfg.num_return_sequences)
+    if reason is not None:
+        return None
+    most = power_of_two(prompts * cfg.num_return_sequences, 1)  # the number of sequences, rounded up
+    return min(options.slots or cfg.slots or DEFAULT_SLOTS, most)
 
 
 def _answer_file(
@@ -195,25 +200,39 @@ def _answer_file(
     """Open --output in process 0; other processes discard their output."""
     target = options.output if jax.process_index() == 0 else None
     if options.seed is None:
-        options.seed = _chosen_seed(target)
+        before = recorded(target).get("--seed") if target is not None else None  # the seed of an interrupted run
+        options.seed = before if isinstance(before, int) else secrets.randbelow(2**31)
+        terminal.say("seed", options.seed)
     if target is None:
         return contextlib.nullcontext()
     return answer_file(target, _run(options, job), prompts=len(job.lines), shard=job.shard)
 
 
 def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session:
-    mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-    params, loaded = load_hf(job.source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
-    if options.adapter is not None:
-        params = load_adapter(options.adapter, params, loaded)
-    if mesh is None and default_device().platform == "gpu":
-        params = fuse_projections(params, donate=True)
+    mesh = mesh_of_devices(options.mesh)
+    params, loaded = load_model(job.source, options.adapter, options, mesh)
     generate_kwargs = dict(job.generate_kwargs)
     if job.assistant is not None:
         generate_kwargs["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
     return Session(
         params, job.cfg.replace(model=loaded.model), key_of(options.seed), job.tokenizer, stats, generate_kwargs
     )
+
+
+def load_model(
+    source: Checkpoint,
+    adapters: Path | Sequence[Path] | None,
+    options: argparse.Namespace,
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[Any, GenerationConfig]:
+    """Return the parameters, with the adapters attached as in `load_adapter`, and the checkpoint's config."""
+    terminal.show(f"loading {options.model or 'the bundled model'}")
+    params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+    if adapters:
+        params = load_adapter(adapters, params, loaded)
+    if mesh is None and default_device().platform == "gpu":
+        params = fuse_projections(params, donate=True)
+    return params, loaded
 
 
 def key_of(seed: int) -> jax.Array:
@@ -225,8 +244,7 @@ def key_of(seed: int) -> jax.Array:
 def prompt_text(options: argparse.Namespace) -> str | None:
     """Return the prompt: the argument, or the text of --prompt-file or stdin without its trailing newline.
 
-    Raises:
-        InputError: stdin is closed or empty, or the text is not UTF-8.
+    Raise an `InputError` if stdin is closed, or if the text is empty or not UTF-8.
     """
     if options.prompt_file is None and options.prompt != "-":
         return options.prompt
@@ -256,14 +274,6 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
     return cfg
 
 
-def _chosen_seed(target: Path | None) -> int:
-    """Return and print the seed of the interrupted run, or a random seed if there is no such run."""
-    before = recorded(target).get("--seed") if target is not None else None
-    seed = before if isinstance(before, int) else secrets.randbelow(2**31)
-    terminal.say("seed", seed)
-    return seed
-
-
 def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     """Return everything that the answers to --input depend on, keyed by the names used in error messages."""
     values = {
@@ -273,6 +283,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     adapters = [] if options.adapter is None else [options.adapter]
     model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
+    asked = hashlib.sha256(json.dumps([(line.asked, line.ids) for line in job.lines]).encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}
     if job.slots is None:  # answers also depend on the shard, because a batch contains lines from only one shard
@@ -283,7 +294,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
         "--device": default_device().device_kind,
         "--mesh": "x".join(map(str, options.mesh or (1, 1))),
     }
-    return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags, **forms}
+    return {"--input": asked.hexdigest(), "--model": model.hexdigest(), **flags, **forms}
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
@@ -294,8 +305,10 @@ def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(done, np.uint8))))
 
 
-def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
-    """Return a mesh with the devices of all processes; `sizes` gives the sizes of its axes, `data` and `model`."""
+def mesh_of_devices(sizes: tuple[int, int] | None) -> jax.sharding.Mesh | None:
+    """Return a mesh of size `(data, model)` with the devices of all processes, or None if `sizes` is None."""
+    if sizes is None:
+        return None
     if math.prod(sizes) != jax.device_count():
         raise InputError(
             f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"

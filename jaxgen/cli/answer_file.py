@@ -60,11 +60,7 @@ class AnswerFile:
         self._stream, self._name = stream, name
 
     def write(self, index: int, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append a prompt's answers to the file.
-
-        Raises:
-            InputError: the answers cannot be written, for example because the disk is full. Earlier answers are kept.
-        """
+        """Append a prompt's answers. If they cannot be written, raise an `InputError` and keep the earlier answers."""
         self._append({"index": index, "answers": answers})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -97,7 +93,9 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
             is from a different run.
     """
     _refuse_existing(target)
-    own = _partial(target, shard)
+    which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
+    own = target.with_name(f"{target.name}{which}.partial")
+    run = json.loads(json.dumps(run))  # as it is read back from a partial file
     try:
         stream = io.FileIO(own, "a+")
     except OSError as error:
@@ -113,7 +111,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
             stream.truncate(part.end if part.indices else 0)
             stream.seek(0, os.SEEK_END)
             file = AnswerFile(stream, own, done)
-            if not part.indices or part.runs[-1] != json.loads(json.dumps(run)):
+            if not part.indices or part.runs[-1] != run:
                 file._append({"run": run})
             begin = stream.tell()
             yield file
@@ -133,11 +131,6 @@ def recorded(target: Path) -> Mapping[str, Any]:
             if _RUN.fullmatch(line):
                 return _read_json(line, path)["run"]
     return {}
-
-
-def _partial(target: Path, shard: Shard) -> Path:
-    name = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
-    return target.with_name(f"{target.name}{name}.partial")
 
 
 def _partials(target: Path) -> list[Path]:
@@ -246,10 +239,9 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
 
     Print a warning if this run rounds differently from the runs that wrote the answers.
     """
-    now = json.loads(json.dumps(run))
     for part in parts:
         for before in part.runs:
-            other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            other = [name for name in {**before, **run} if before.get(name) != run.get(name)]
             if refused := [name for name in other if name not in _ROUNDING]:
                 raise InputError(
                     f"{part.path} is from a run with different values of {', '.join(refused)}: repeat that command to "
@@ -259,16 +251,12 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
     if run.get("--dtype") in ("bfloat16", "float16") and not all(done[shard.number :: shard.count]):
         rounded = f"in {run['--dtype']} this changes the rounding, so some answers may differ from"
         for part in parts:
-            if changed := _changes(part.runs, now):
-                text = f"{part.path} was begun with {changed}: {rounded} those of an uninterrupted run"
+            forms = [(name, before[name]) for before in part.runs for name in _ROUNDING if name in before]
+            changed = dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name))
+            if changed:
+                text = f"{part.path} was begun with {', '.join(changed)}: {rounded} those of an uninterrupted run"
                 terminal.say("warning", text)
     return done
-
-
-def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """List the options in `_ROUNDING` that differed in earlier runs, with their earlier values."""
-    forms = [(name, before[name]) for before in earlier for name in _ROUNDING if name in before]
-    return ", ".join(dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name)))
 
 
 def _done(parts: Sequence[_Part], prompts: int) -> bytearray:

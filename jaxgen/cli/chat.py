@@ -22,7 +22,6 @@ from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.modes import mode_of
@@ -77,7 +76,8 @@ class Chat:
         turns = turns[dropped:]
         prompt = self._render(turns)
         # Turns may have been dropped, the template may render earlier turns differently, or options may have changed.
-        if not prompt.startswith(self._text) or not self._continues(session.cfg):
+        usable = prompt.startswith(self._text) and not mode_of(session.cfg).no_cache
+        if self._cache is not None and not (usable and self._cache.kv.cache_dtype == session.cfg.cache_dtype):
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
@@ -100,11 +100,7 @@ class Chat:
         return dropped
 
     def take_back(self) -> str:
-        """Remove the last message and its answer, and return the message.
-
-        Raises:
-            InputError: there are no messages.
-        """
+        """Remove the last message and its answer, and return the message; raise an `InputError` if there is none."""
         if not self.turns:
             raise InputError("there is no message yet")
         *self.turns, message, _ = self.turns
@@ -113,8 +109,7 @@ class Chat:
     def save(self, path: Path) -> None:
         """Write the conversation to a file, as one line in the format of --input.
 
-        Raises:
-            InputError: the file cannot be written; an existing file stays unchanged.
+        If the file cannot be written, raise an `InputError` and leave an existing file unchanged.
         """
         data = json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n"
         written = path.with_name(f"{path.name}.partial")
@@ -128,8 +123,7 @@ class Chat:
     def load(self, path: Path) -> None:
         """Read a conversation that `save` wrote.
 
-        Raises:
-            InputError: the file is not a conversation; the current conversation stays unchanged.
+        If the file is not a conversation, raise an `InputError` and leave the current conversation unchanged.
         """
         try:
             entry = parse_json(path.read_text("utf-8"))
@@ -166,12 +160,6 @@ class Chat:
 
     def _left(self, prompt: str) -> int:
         return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
-
-    def _continues(self, cfg: GenerationConfig) -> bool:
-        """Return True if there is no cache, or if the cache can be extended with these options."""
-        if self._cache is None:
-            return True
-        return not mode_of(cfg).no_cache and self._cache.kv.cache_dtype == cfg.cache_dtype
 
     def _forget_cache(self) -> None:
         self._cache: Continuation | None = None

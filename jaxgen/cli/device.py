@@ -12,11 +12,8 @@ from jaxgen.errors import InputError
 def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractContextManager:
     """Start jax's backends; return a context in which arrays are created on the chosen device.
 
-    Args:
-        chosen: a platform and a device index (None for the first device); or None for jax's choice (see JAX_PLATFORMS).
-
-    Raises:
-        InputError: the platform cannot be started, or the device does not exist.
+    `chosen` is a platform and a device index (None for the first device), or None for jax's choice (see JAX_PLATFORMS).
+    Raise an `InputError` if the platform cannot be started, or if the device does not exist.
     """
     platform, number = chosen or (None, None)
     if platform == "cpu":

@@ -67,8 +67,7 @@ def _end(*error: Any) -> None:
 def join(options: argparse.Namespace) -> None:
     """Connect to the other processes; only process 0 prints the answers.
 
-    Raises:
-        InputError: a setting is in neither the options nor the environment, or the processes did not connect in time.
+    Raise an `InputError` if a setting is in neither the options nor the environment, or if connecting takes too long.
     """
     import jax
 

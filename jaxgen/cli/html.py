@@ -31,15 +31,7 @@ def check_target(path: Path) -> None:
 
 
 def write_page(path: Path, session: Session, model: str, prompt: str, out: GenerateOutput) -> None:
-    """Write the page.
-
-    Args:
-        path: the file.
-        session: the session that generated the answers, with `output_logprobs` and `top_logprobs` set.
-        model: the model's name.
-        prompt: the prompt's text.
-        out: the answers to this one prompt.
-    """
+    """Write a page with the answers to one prompt; `out` must have `logprobs`, `top_logprobs` and `top_tokens`."""
     all_logged = [np.asarray(values) for values in (out.logprobs, out.top_logprobs, out.top_tokens)]
     texts, answers = TokenTexts(session.tokenizer), []
     for row, text in enumerate(session.tokenizer.decode_batch(out)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +29,7 @@ def read_lines(
     """Read a file, or stdin if `source` is "-". `budget` maps a prompt's ids to its maximum number of new tokens.
 
     Each line is a prompt or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
-    lines are skipped.
-
-    Raises:
-        InputError: a line is invalid (the message gives the line number), or the input is empty.
+    lines are skipped. Raise an `InputError` if a line is invalid, or if there are no lines.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
@@ -52,19 +48,10 @@ def read_lines(
 
 
 def stdin_bytes() -> bytes:
-    """Return all of stdin.
-
-    Raises:
-        InputError: stdin is closed.
-    """
+    """Return all of stdin, or raise an `InputError` if it is closed."""
     if sys.stdin is None or sys.stdin.closed:
         raise InputError("- reads stdin, which is closed")
     return sys.stdin.buffer.read()
-
-
-def digest(lines: Sequence[Line]) -> str:
-    """Return a digest of the requests and ids."""
-    return hashlib.sha256(json.dumps([(line.asked, line.ids) for line in lines]).encode()).hexdigest()
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
@@ -104,8 +91,7 @@ def is_conversation(messages: Any) -> bool:
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
     """Return the ids of a request's `prompt` or `messages`; use the chat template if there is one and `raw` is False.
 
-    Raises:
-        InputError: there are messages or a system message but no template, or the prompt has no tokens.
+    Raise an `InputError` if there are messages or a system message but no template, or if the prompt has no tokens.
     """
     if tokenizer.chat_template is None or raw:
         if "messages" in asked or system is not None:

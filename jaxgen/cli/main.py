@@ -150,18 +150,13 @@ def _device(options: Any) -> Iterator[None]:
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
 
-    _collect_garbage()
+    if not gc.isenabled():  # `__main__` disabled it
+        gc.freeze()  # exempts the modules imported so far
+        gc.enable()
     if getattr(options, "compile_cache", False):
         keep_programs()
     with use_device(options.device):
         yield
-
-
-def _collect_garbage() -> None:
-    """Enable the garbage collector if `__main__` disabled it, but exempt the modules imported so far."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
 
 
 def _shortened(error: JaxgenError) -> str:

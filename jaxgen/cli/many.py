@@ -60,14 +60,14 @@ def write_answers(
         batch_size: the number of lines in a batch.
     """
     left = [index for index in indices if not done[index]]
-    with session.stats.generating() as generated, contextlib.ExitStack() as stack:
+    with session.stats.generating(), contextlib.ExitStack() as stack:
         engine = None
         terminal.show(f"{len(left):,} prompts: compiling, and answering the first")
         if slots is None:
             answers = _in_batches(lines, indices, set(left), session, batch_size)
         else:
             engine = stack.enter_context(_engine(lines, session, slots))
-            answers = _in_slots(lines, left, session, engine, slots, ordered=file is None)
+            answers = _in_slots(lines, left, session, engine, ordered=file is None)
         progress = _Progress(len(indices), len(indices) - len(left), session.stats, engine, slots)
         for index, entries in answers:
             if file is not None:
@@ -76,7 +76,7 @@ def write_answers(
                 terminal.erase()
                 print(*map(_json, entries), sep="\n", flush=True)
             session.stats.failed += sum("error" in entry for entry in entries)
-            generated([entry["tokens"] for entry in entries])
+            session.stats.tokens += sum(entry["tokens"] for entry in entries)
             if file is not None or not (sys.stdout is not None and sys.stdout.isatty()):
                 progress.add(entries)
 
@@ -114,11 +114,6 @@ class _Progress:
         )
 
 
-def slots_for(wanted: int, prompts: int, copies: int) -> int:
-    """Return the number of slots: `wanted` or, if less, the number of sequences rounded up to a power of two."""
-    return min(wanted, power_of_two(prompts * copies, 1))
-
-
 def width_for(lines: Iterable[Line]) -> int:
     """Return the engine's prompt width."""
     return prompt_bucket(max(len(line.ids) for line in lines))
@@ -135,15 +130,11 @@ def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
         size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
         sizes["stop_states"] = power_of_two(size + 1, 1024)
     key = session.key if cfg.on("do_sample") else None
-    sizes |= {"slots": slots, "prompt_width": width_for(lines), "most_waiting": _waiting(slots)}
+    sizes |= {"slots": slots, "prompt_width": width_for(lines)}
+    sizes["most_waiting"] = 4 * slots  # so that a prompt is waiting whenever a slot becomes free
     engine = Engine(session.params, cfg, key, tokenizer=session.tokenizer, prompt_options=(), **sizes)
     engine.warmup()
     return engine
-
-
-def _waiting(slots: int) -> int:
-    """Return how many prompts to keep in the engine, so that a prompt is waiting whenever a slot becomes free."""
-    return 4 * slots
 
 
 def _grammar(session: Session) -> TokenAutomaton | None:
@@ -151,7 +142,7 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 
 
 def _in_slots(
-    lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
+    lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, *, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield each line's index and output, once all answers to the line have ended.
 
@@ -167,7 +158,7 @@ def _in_slots(
         budget = {} if line.budget == most else {"max_new_tokens": line.budget}
         return {"ids": line.ids, "index": index, **budget, **own}
 
-    answered = by_prompt(ended(engine, map(prompt, indices), _waiting(slots)))
+    answered = by_prompt(ended(engine, map(prompt, indices), engine.most_waiting))
     for place, completions in in_order(answered) if ordered else answered:
         index = indices[place]
         yield index, [_entry(lines[index], completion, session) for completion in completions]

@@ -29,17 +29,13 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 def check_memory(
     path: Path, cfg: GenerationConfig, prompts: int, width: int, *, dtype=None, quantize=None, assistant=None
 ) -> None:
-    """Raise an error if the device lacks the memory for a checkpoint's weights and a call's caches.
+    """Raise an `InputError` if the device lacks the memory for a checkpoint's weights and a call's caches.
 
     Args:
         path, assistant: the directories of the model and of the assistant (None if there is no assistant).
         cfg: as in `generate`, with `max_new_tokens` set.
         prompts, width: the number of prompts, and the number of tokens in the longest prompt.
         dtype, quantize: as in `load_hf`.
-
-    Raises:
-        InputError: too little memory is free; the message says what would help.
-        CheckpointError, ConfigError: as in `load_hf`.
     """
     wanted = float_dtype(dtype)
     sources = [open_checkpoint(one) for one in (path, assistant) if one is not None]

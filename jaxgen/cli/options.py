@@ -30,8 +30,6 @@ _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
 )
-
-
 # One section of --help for each section of the option reference.
 _SECTIONS = {LENGTH: "length and end", CHOICE: "choosing a token", SCORES: "scores", OUTPUT: "prompts"}
 _SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
@@ -158,11 +156,7 @@ def _argument(option: Option) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        InputError: an option is unknown, a value cannot be read, or options cannot be combined.
-    """
+    """Return the options in `argv`, or raise an `InputError` if they are unknown, invalid or cannot be combined."""
     command = parser()
     options, rest = command.read(argv)
     if rest:
@@ -225,8 +219,7 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
 def setting(text: str) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that `/set NAME VALUE` sets, with the named field first.
 
-    Raises:
-        InputError: the name is unknown, or the value cannot be read or does not work in a conversation.
+    Raise an `InputError` if the name is unknown, or the value cannot be read or does not work in a conversation.
     """
     name, _, value = text.partition(" ")
     name, value = name.lstrip("-").replace("-", "_"), value.strip()

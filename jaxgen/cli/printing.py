@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+
+import numpy as np
 
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
@@ -14,7 +17,7 @@ from jaxgen.text.streaming import TextStreamer
 
 
 class Printer(TextStreamer):
-    """Streamer that prints an answer in place of the status line, and stores the text.
+    """Streamer that prints an answer in place of the status line, and stores the text and the times of all `put` calls.
 
     On a terminal, lines break between words, except in constrained text: a newline would make a JSON string invalid.
     After `stop`, the next token raises KeyboardInterrupt.
@@ -24,6 +27,7 @@ class Printer(TextStreamer):
         super().__init__(session.tokenizer, skip_prompt=True)
         self._stopped = False
         self.text = ""
+        self.times: list[float] = []
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
@@ -33,6 +37,7 @@ class Printer(TextStreamer):
 
     def put(self, value) -> None:
         """Receive the prompt or a token."""
+        self.times.append(time.perf_counter())
         if self._stopped:
             raise KeyboardInterrupt
         super().put(value)
@@ -49,27 +54,25 @@ class Printer(TextStreamer):
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
-    """Print the answers to one prompt. A single answer is streamed, except in beam search.
+    """Print the answers to one prompt, `ids int32[1, P]`. A single answer is streamed, except in beam search.
 
-    Args:
-        session: the model, the options and the key.
-        ids: int32[1, P], the prompt.
-        printer: prints the generated text.
-        **more: keyword arguments of `generate`, in addition to the session's.
+    `more` contains keyword arguments of `generate`, in addition to the session's.
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
     arguments = {"tokenizer": session.tokenizer, **session.generate_kwargs, **more}
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
-            return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
+            return generate(session.params, ids, session.key, cfg, streamer=printer, **arguments)
         except BaseException:  # on any error or Ctrl-C, print the text that is held back
             if printer.text:
                 printer.end()
             raise
-    with session.stats.generating() as generated:
+        finally:
+            session.stats.streamed(printer.times)
+    with session.stats.generating():
         out = generate(session.params, ids, session.key, cfg, **arguments)
-        generated(out.lengths)
+        session.stats.tokens += int(np.sum(np.asarray(out.lengths)))
     for number, text in enumerate(session.tokenizer.decode_batch(out)):
         printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
     return out

@@ -14,34 +14,21 @@ from typing import Any
 
 import jax
 
-from convert import load_adapter, load_hf
-from convert.adapter import read_updates
-from convert.hf import Checkpoint, open_checkpoint
-from convert.hub import local_directory
-from jaxgen import demo
 from jaxgen.cli import terminal
-from jaxgen.cli.answer import mesh_of_devices
+from jaxgen.cli.answer import load_model, mesh_of_devices, open_model
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError
-from jaxgen.model.fused import fuse_projections
-from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.version import __version__
 
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
 _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
-_BUNDLED = "jaxgen-demo"
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the submitted requests.
-
-    Raises:
-        JaxgenError: the input is bad, or the checkpoint cannot be read.
-        OSError: the address cannot be used.
-    """
+    """Serve until SIGTERM or SIGINT, then finish the submitted requests."""
     try:
         import uvicorn
 
@@ -50,12 +37,12 @@ def serve(options: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name} is missing: pip install "jaxgen[serve]"') from error
     with _listening(options.host, options.port) as listener:
-        source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
-        source = source.quantize(options.quantize)
-        tokenizer = Tokenizer.from_pretrained(source.path)
         adapters = dict(options.adapter or [])
-        params, loaded = _load(source, list(adapters.values()), options)
-        context = loaded.model.context_length or _MOST_PROMPT + _MOST_ANSWER
+        paths = list(adapters.values())
+        source = open_model(options, paths)
+        tokenizer = Tokenizer.from_pretrained(source.path)
+        params, loaded = load_model(source, paths, options, mesh_of_devices(options.mesh))
+        context = loaded.model.context_length
         cfg = configured(loaded, options, context)
         width = min(options.prompt_width or _MOST_PROMPT, context)
         terminal.show("compiling")
@@ -74,8 +61,8 @@ def serve(options: argparse.Namespace) -> None:
         )
         with engine:
             engine.warmup()
-            name = options.name or (_BUNDLED if options.model is None else Path(options.model).name or options.model)
-            weights = f"{fingerprint(source, adapters.values())} {options.dtype} {options.quantize} {__version__}"
+            name = options.name or Path(options.model or "jaxgen-demo").name or options.model
+            weights = f"{fingerprint(source, paths)} {options.dtype} {options.quantize} {__version__}"
             service = Service(
                 engine,
                 params,
@@ -92,19 +79,6 @@ def serve(options: argparse.Namespace) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
-
-
-def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) -> tuple[Any, GenerationConfig]:
-    """Return the parameters with the adapters attached, and the checkpoint's config."""
-    read_updates(adapters, source.cfg.model)  # raises an error if an adapter does not fit the model
-    terminal.show(f"loading {options.model or 'the bundled model'}")
-    mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-    params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
-    if adapters:
-        params = load_adapter(adapters, params, loaded)
-    if mesh is None and default_device().platform == "gpu":
-        params = fuse_projections(params, donate=True)
-    return params, loaded
 
 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:

@@ -35,19 +35,10 @@ def parser() -> arguments.Parser:
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
     add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
     add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help="maximum per request (default: 20)")
-    add(
-        "--prefix-cache-bytes",
-        type=arguments.natural,
-        metavar="N",
-        help="size of the prefix store (default: 256 MB)",
-    )
-    add(
-        "--grammar-states",
-        type=arguments.count,
-        default=8192,
-        metavar="N",
-        help="states for all schemas in use (default: 8192)",
-    )
+    store = "size of the prefix store (default: 256 MB)"
+    add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
+    states = "states for all schemas in use (default: 8192)"
+    add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
     add("--timeout", type=arguments.positive, default=600.0, metavar="S", help="seconds per request (default: 600)")
     add("--max-body", type=arguments.count, default=2**22, metavar="N", help="bytes per request (default: 4 MiB)")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
@@ -61,11 +52,7 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options on the command line; `words` are the words after "serve".
-
-    Raises:
-        InputError: an option is unknown, or a value cannot be used.
-    """
+    """Return the options in the words after "serve", or raise an `InputError` if one is unknown or invalid."""
     command = parser()
     options, rest = command.read(words)
     if rest:

@@ -20,9 +20,9 @@ def write(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Show `text` in the status line if stderr is a terminal."""
+    """Show `text` in the status line if stderr is a terminal that can erase a line."""
     global _shown
-    if interactive():
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         _shown = True
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         _print(_ERASE + text[: columns - 1])
@@ -34,11 +34,6 @@ def erase() -> None:
     if _shown:
         _shown = False
         _print(_ERASE)
-
-
-def interactive() -> bool:
-    """Return True if stderr is a terminal that can erase a line."""
-    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _print(text: str) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
-
-from jaxgen.generation import Streamer
 
 _COMPILING = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 _COMPILING += ("/jax/core/compile/backend_compile_duration",)
@@ -38,26 +35,18 @@ class Stats:
             self.compile += duration_secs
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Store the duration of the `with` block in `load`."""
-        start = time.perf_counter()
-        yield
-        self.load = time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[Callable[[jax.Array | list[int]], None]]:
-        """Add the `with` block's duration to `rest`; the block calls the yielded function with each row's length."""
+    def generating(self) -> Iterator[None]:
+        """Add the duration of the `with` block, except for compilation, to `rest`."""
         start, compiled = time.perf_counter(), self.compile
-
-        def generated(lengths: jax.Array | list[int]) -> None:
-            self.tokens += int(np.sum(np.asarray(lengths)))
-
-        yield generated
+        yield
         self.rest += time.perf_counter() - start - (self.compile - compiled)
 
-    def watch(self, streamer: Streamer) -> Streamer:
-        """Return a streamer that times the calls and passes them on to `streamer`."""
-        return _Watched(streamer, self)
+    def streamed(self, times: Sequence[float]) -> None:
+        """Count a streamed answer, given the times at which its prompt and each of its tokens arrived."""
+        if len(times) > 1:
+            self.first.append(times[1] - times[0])
+            self.rest += times[-1] - times[1]
+            self.tokens += len(times) - 2
 
     def lines(self) -> list[str]:
         """Return the lines to print."""
@@ -69,28 +58,3 @@ class Stats:
         speed = f", {self.tokens / self.rest:.1f} tokens/s" if self.tokens and self.rest > 0 else ""
         lines.append(f"{self.tokens + len(self.first)} tokens{speed}")
         return lines
-
-
-class _Watched:
-    def __init__(self, streamer: Streamer, stats: Stats):
-        self.streamer, self.stats = streamer, stats
-        self.puts = 0
-        self.start = self.last = 0.0
-
-    def put(self, value: np.ndarray) -> None:
-        """Pass on the prompt or a token."""
-        now = time.perf_counter()
-        if self.puts == 0:
-            self.start = now
-        elif self.puts == 1:
-            self.stats.first.append(now - self.start)
-        else:
-            self.stats.rest += now - self.last
-            self.stats.tokens += 1
-        self.last, self.puts = now, self.puts + 1
-        self.streamer.put(value)
-
-    def end(self) -> None:
-        """Pass on the end of the answer; the next `put` receives a prompt again."""
-        self.puts = 0
-        self.streamer.end()

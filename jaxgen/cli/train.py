@@ -36,12 +36,7 @@ from jaxgen.training.loop import TrainBatch, TrainConfig, can_resume, evaluate, 
 
 
 def train_and_save(options: argparse.Namespace) -> None:
-    """Run the command with the options that `train_options.parse` returned.
-
-    Raises:
-        JaxgenError: the input is bad; nothing was written to --out.
-        OSError: a file cannot be read or written.
-    """
+    """Run the command. If the input is bad, raise a `JaxgenError` and leave --out unchanged."""
     # Check all input first, because reading the weights can take a long time.
     _check_out(options)
     job = _prepare(options)
@@ -105,7 +100,10 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
         )
     model = source.cfg.model
     tokenizer = Tokenizer.from_pretrained(source.path)
-    width = _width(options.width, model)
+    context = model.context_length
+    if options.width is not None and options.width > context:
+        raise InputError(f"--width {options.width} exceeds the model's context of {context} tokens: lower it")
+    width = options.width or min(WIDTH, context)
     examples = read_examples(options.data, tokenizer)
     rows = _rows(options.data, examples, width, model)
     held_out = None
@@ -121,13 +119,6 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
         f"to learn from; {cfg.steps:,} steps of {options.batch} rows in {cfg.dtype}"
     )
     return job
-
-
-def _width(wanted: int | None, model: ModelConfig) -> int:
-    context = model.context_length
-    if wanted is not None and wanted > context:
-        raise InputError(f"--width {wanted} exceeds the model's context of {context} tokens: lower it")
-    return min(WIDTH, context) if wanted is None else wanted
 
 
 def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
@@ -209,7 +200,8 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
-        _begin(job, frozen),
+        # Not assigned to a variable, so that `train` can free these parameters once it has copied them.
+        load_hf(job.source.path)[0] if frozen is None else lora.init(frozen, job.rank, jax.random.key(job.cfg.seed)),
         shuffled(job.rows, job.batch, job.cfg.seed),
         model=job.model,
         cfg=job.cfg,
@@ -226,12 +218,6 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     names = {name: job.source.dtype_of(name, None) for name in job.source.tensors}
     dtypes = flax.traverse_util.unflatten_dict(names, sep=".")
     return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
-
-
-def _begin(job: _TrainJob, frozen):
-    if frozen is None:
-        return load_hf(job.source.path)[0]
-    return lora.init(frozen, job.rank, jax.random.key(job.cfg.seed))
 
 
 def _write(params, job: _TrainJob, directory: Path) -> None:

@@ -53,11 +53,7 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the checked options on the command line; `words` are the words after "train".
-
-    Raises:
-        InputError: an option is unknown or missing, or a value cannot be used.
-    """
+    """Return the options in the words after "train", or raise an `InputError` if one is unknown, missing or invalid."""
     command = parser()
     options, rest = command.read(words)
     if rest:
