@@ -48,15 +48,11 @@ class Loop:
     sizes: Sizes
     steps: int
     key_impl: str
-    stored: int = 0
+    stored: int
 
     @classmethod
     def of(cls, form: Form, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0) -> Loop:
-        """Return the loop for `slots` slots.
-
-        Raises:
-            InputError, ConfigError: an engine does not support one of the arguments.
-        """
+        """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
         mode = mode_of(form.full)
         cfg = form.full.replace(slots=slots)
         check_slots(cfg, None, extensions, mode)
@@ -89,13 +85,11 @@ class Loop:
 class Device:
     """The device side of an engine: its state, and the program that changes it.
 
-    Args:
-        params: the initial parameters. Each chunk is passed its own parameters.
-        loop: everything that is the same in all chunks.
-        store_bytes: the size of the prefix store.
+    The state includes a prefix store of `store_bytes` bytes. `params` are only used to check the memory and to find the
+    mesh, because each chunk is passed its own parameters.
     """
 
-    def __init__(self, params: Any, loop: Loop, store_bytes: int = 0):
+    def __init__(self, params: Any, loop: Loop, store_bytes: int):
         self._loop, self._mesh = loop, mesh_of(params)
         run = self._run(params, {})
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
@@ -129,9 +123,9 @@ class Device:
         return self._loop.run(params, tables, self._mesh)
 
 
-def committed(tree: Any, like: Any = None) -> Any:
-    """Return arrays committed to their own device, or to that of `like`. Arrays already there are not copied."""
-    leaf = jax.tree.leaves(tree if like is None else like)[0]
+def committed(tree: Any, like: Any) -> Any:
+    """Return arrays committed to the device of the arrays in `like`. Arrays already there are not copied."""
+    leaf = jax.tree.leaves(like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 

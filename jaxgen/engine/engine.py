@@ -120,11 +120,10 @@ class Engine:
         no_arrivals, tables = self._schedule.no_arrivals(), self._joint()
         mesh = mesh_of(params)
         self._processes = None
-        params = params if mesh is not None else committed(params)
+        params = params if mesh is not None else committed(params, params)
         if mesh is not None and mesh.is_multi_process:
             sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
-            arguments = cfg, stop_in_prompt, *sizes
-            self._processes = Processes(no_arrivals, tables, repr(arguments))
+            self._processes = Processes(no_arrivals, tables, repr((cfg, stop_in_prompt, *sizes)))
         self._device.open(params, no_arrivals, tables)
         self._changed = threading.Condition()
         self._weights = {0: params}
@@ -196,7 +195,8 @@ class Engine:
         automata = self._automata(read)
         with self._changed:
             self._check_open()
-            if not self._changed.wait_for(lambda: not self._is_full or not self._is_open, timeout):
+            waiting = self._schedule.waiting
+            if not self._changed.wait_for(lambda: len(waiting) < self.most_waiting or not self._is_open, timeout):
                 raise QueueFull(f"{self.most_waiting} prompts are waiting, the engine's maximum: submit it later")
             self._check_open()
             if "index" not in prompt:
@@ -204,13 +204,9 @@ class Engine:
             self._next_index = max(self._next_index, read.index + 1) % (LARGEST_INDEX + 1)
             flight = Flight(read, None, automata)
             flight.owner = Handle(read, self.tokenizer, listener, lambda: self._give_up(flight), self._thread)
-            self._schedule.waiting.append(flight)
+            waiting.append(flight)
             self._changed.notify_all()
         return flight.owner
-
-    @property
-    def _is_full(self) -> bool:
-        return len(self._schedule.waiting) >= self.most_waiting
 
     def _automata(self, prompt: Prompt) -> dict[str, tuple[Any, Any]]:
         """Return the automata of a prompt, each with a key that equal automata share."""
@@ -218,7 +214,7 @@ class Engine:
         if prompt.grammar is not None:
             automata["allowed"] = id(prompt.grammar), prompt.grammar
         if prompt.stop_strings is not None and self.tokenizer is not None:
-            stops = StopAutomaton.of(prompt.stop_strings, self.tokenizer, self._form.cfg.model.vocab_size)
+            stops = StopAutomaton.of(prompt.stop_strings, self.tokenizer, self.cfg.model.vocab_size)
             automata["stop_strings"] = frozenset(prompt.stop_strings), stops
         for name, (_, automaton) in automata.items():
             self._tables[name].fits(automaton)
@@ -260,7 +256,7 @@ class Engine:
         Nothing is compiled. Rows in flight keep the keys and values computed with earlier weights. Return the version
         of the new weights; the initial weights are version 0. With several processes, all must call this method.
         """
-        check_call(params, self._form.cfg)
+        check_call(params, self.cfg)
         with self._changed:
             present = self._weights[self._version]
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
@@ -342,10 +338,8 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """Drop all prompts, and make their handles raise the error."""
-        schedule = self._schedule
-        flights = [*schedule.waiting, *schedule.flying.values(), *self._told]
-        for flight in flights:
-            schedule.cancel(flight)
+        for flight in [*self._schedule.waiting, *self._schedule.flying.values(), *self._told]:
+            self._schedule.cancel(flight)
             flight.owner._fail(error)
 
     def _joint(self) -> dict[str, Any]:
@@ -375,7 +369,9 @@ class Engine:
                 self._changed.notify_all()
                 timeout = None if self._processes is None else _PULSE
                 self._changed.wait_for(lambda running=running: running or self._can_start or not self._is_open, timeout)
-                plan = self._plan() if self._can_start else None
+                plan = None
+                if self._can_start:
+                    plan = Plan(Step.CHUNK, self._version, self._pace.steps, self._schedule.arrivals(), self._joint())
                 params = self._weights[self._version]
                 self._in_flight = running is not None or plan is not None
                 self._warming = False
@@ -411,9 +407,6 @@ class Engine:
     @property
     def _can_start(self) -> bool:
         return self._warming or not (self._paused or self._schedule.idle)
-
-    def _plan(self) -> Plan:
-        return Plan(Step.CHUNK, self._version, self._pace.steps, self._schedule.arrivals(), self._joint())
 
     def _start(self, plan: Plan, params: Any) -> jax.Array:
         """Start a chunk, and return its journal without waiting for it."""

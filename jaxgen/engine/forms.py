@@ -98,8 +98,11 @@ class Form:
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
-        # A single do_sample for all prompts would be part of the program, so use one value per prompt.
-        one = _without_min_length(one.replace(do_sample=[True]) if cfg.on("do_sample") else one)
+        if cfg.on("do_sample"):  # a single value for all prompts would be part of the program
+            one = one.replace(do_sample=[True])
+        if cfg.on("min_length"):  # `read` computes each prompt's min_new_tokens instead
+            least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
+            one = one.reset(["min_length"]).replace(min_new_tokens=least)
         self.usual = self._in_requests(one)
         self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
         self._defaults = self._leaves(cfg)
@@ -135,7 +138,6 @@ class Form:
         named = {name: fields.pop(name) for name in _FIELDS if name in fields}
         cfg = self._own(fields, named)
         ids = self._ids(named)
-        sequences = cfg.num_return_sequences
         if not cfg.on("max_new_tokens"):
             raise ConfigError("max_new_tokens must be a number: leave it out to use the engine's value")
         budget = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
@@ -157,19 +159,18 @@ class Form:
         options = self._leaves(cfg) if fields else dict(self._defaults)
         if cfg.on("min_length") and not cfg.on("min_new_tokens"):
             options["min_new_tokens"] = np.int32(max(0, int(cfg.min_length) - len(ids)))  # pyright: ignore
-        stop_strings = self._stop_strings(cfg)
-        asked = cfg.enabled.intersection(self.off) - {"adapter"} | (
-            {"min_new_tokens"} if cfg.on("min_length") else set()
-        )
+        asked = cfg.enabled.intersection(self.off) - {"adapter"}
+        if cfg.on("min_length"):
+            asked |= {"min_new_tokens"}
         return Prompt(
             index=check_whole("index", named.get("index", index), 0, LARGEST_INDEX),
             ids=ids,
             budget=budget,
-            sequences=sequences,
+            sequences=cfg.num_return_sequences,
             options=options,
             key=self._key_data(named.get("key"), cfg),
             grammar=grammar,
-            stop_strings=stop_strings,
+            stop_strings=self._stop_strings(cfg),
             logged=cfg.output_logprobs is not None,
             top_logprobs=cfg.top_logprobs,
             unusual=grammar is not None or not self.usual.enabled.issuperset(asked),
@@ -183,7 +184,9 @@ class Form:
             fields["num_return_sequences"] = named["n"]
         if fields.get("output_logprobs", self) is None:
             fields.setdefault("top_logprobs", 0)
-        cfg = self.cfg.replace(**fields) if fields else self.cfg
+        if not fields:
+            return self.cfg
+        cfg = self.cfg.replace(**fields)
         if "adapter" in fields:
             check_adapter(cfg.adapter, self._adapters)
         for name in fields:
@@ -192,11 +195,10 @@ class Form:
                 raise ConfigError(
                     f"{name} is part of the program: set it in the engine's config, for all prompts{left_out}"
                 )
-        if fields:
-            check_options(cfg, 1)
-            for name in fields:
-                if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
-                    raise ConfigError(f"{name} must be a single value for this prompt, got {shown(fields[name])}")
+        check_options(cfg, 1)
+        for name in fields:
+            if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
+                raise ConfigError(f"{name} must be a single value for this prompt, got {shown(fields[name])}")
         return cfg
 
     def _ids(self, named: Mapping[str, Any]) -> np.ndarray:
@@ -270,8 +272,7 @@ class Form:
         missing = [self._defaults] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
         first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
-        of_rows = {"grammar": first, "stop_strings": stop, "unusual": unusual, "logged": logged}
-        return Request(ids, mask, budget, options, **of_rows)
+        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual, logged=logged)
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:
@@ -324,14 +325,6 @@ def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
     needed = {"do_sample", *options, *(["min_new_tokens"] if cfg.on("min_length") else [])}
     return [name for name in possible if name in needed or cfg.on(name)]
-
-
-def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
-    """Return the config with `min_new_tokens` instead of `min_length`. `Form.read` computes each prompt's value."""
-    if not cfg.on("min_length"):
-        return cfg
-    least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
-    return cfg.reset(["min_length"]).replace(min_new_tokens=least)
 
 
 def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:

@@ -44,18 +44,15 @@ class Plan(NamedTuple):
 class Processes:
     """Communication of plans from process 0 to the others. All processes call the same functions in the same order.
 
-    Args:
-        no_arrivals: arrivals without prompts or cancellations.
-        tables: the initial tables.
-        arguments: the engine's arguments as text, which must be the same in all processes.
-
-    Raises:
-        InputError: the processes have different arguments.
+    `arguments` are the engine's arguments as text. If they differ between processes, an `InputError` is raised.
     """
 
     def __init__(self, no_arrivals: Arrivals, tables: dict[str, Any], arguments: str):
         self._no_arrivals, self._tables = no_arrivals, tables
-        digests = multihost_utils.process_allgather(_digest(arguments, no_arrivals))
+        digest = hashlib.sha256(arguments.encode())
+        for leaf in map(np.asarray, jax.tree.leaves(no_arrivals)):
+            digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+        digests = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
         if (np.asarray(digests) != digests[0]).any():
             raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
@@ -90,16 +87,5 @@ def _broadcast(tree: Any) -> Any:
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
     received = np.asarray(multihost_utils.broadcast_one_to_all(packed))
     parts = np.split(received, np.cumsum([leaf.nbytes for leaf in leaves])[:-1])
-
-    def unpacked(part: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        return np.frombuffer(part.tobytes(), leaf.dtype).reshape(leaf.shape)
-
-    return form.unflatten(map(unpacked, parts, leaves))
-
-
-def _digest(text: str, tree: Any) -> np.ndarray:
-    """Return a hash of a text and of the arrays in a tree, as uint8[32]."""
-    digest = hashlib.sha256(text.encode())
-    for leaf in map(np.asarray, jax.tree.leaves(tree)):
-        digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
-    return np.frombuffer(digest.digest(), np.uint8)
+    pairs = zip(parts, leaves, strict=True)
+    return form.unflatten(np.frombuffer(part.tobytes(), leaf.dtype).reshape(leaf.shape) for part, leaf in pairs)

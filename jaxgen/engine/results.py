@@ -101,7 +101,7 @@ class Handle:
         tokenizer: Tokenizer | None,
         listener: Callable[[Event], object] | None,
         cancel: Callable[[], object],
-        thread: threading.Thread | None = None,
+        thread: threading.Thread,
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
         self._thread = thread  # the engine's thread
@@ -219,7 +219,7 @@ class Handle:
         tokens: list[int],
         reason: StopReason,
         rest: Any = None,
-        versions: tuple[int, ...] = (0,),
+        versions: tuple[int, ...] = (),
     ) -> None:
         """Add new results of a sequence. Called by the engine."""
         with self._changed:

@@ -18,7 +18,6 @@ from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
-_NUMBERS = 2**31 - 1
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
 
@@ -27,7 +26,6 @@ class Flight:
     """A prompt that is waiting or being answered.
 
     Attributes:
-        prompt: the prompt.
         owner: the recipient of its results.
         automata: the prompt's automata by table name, each with a key that equal automata share.
         number: its number on the device; `NOBODY` until it is sent there.
@@ -119,7 +117,7 @@ class Schedule:
         self.prefixes, self.version, self.holds = prefixes, 0, False
         self.waiting: collections.deque[Flight] = collections.deque()
         self.flying: dict[int, Flight] = {}
-        self._numbers = itertools.cycle(range(_NUMBERS))
+        self._numbers = itertools.cycle(range(2**31 - 1))  # int32 on the device
         self._cancelled: collections.deque[Flight] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # prompts waiting on the device at the end of the last chunk read
@@ -156,7 +154,10 @@ class Schedule:
 
         Prompts are moved out of `waiting` as long as there are places for them.
         """
-        cancelled = self._cancellations()
+        cancelled = [self._cancelled.popleft() for _ in range(min(self.most, len(self._cancelled)))]
+        for flight in cancelled:
+            if flight.claim is not None:
+                self.prefixes.release(flight.claim)
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
@@ -197,18 +198,10 @@ class Schedule:
         flight.cached = len(flight.claim.have) * self.prefixes.chunk
         return states
 
-    def _cancellations(self) -> list[int]:
-        """Return the numbers of prompts to cancel now, and release their claims on the store."""
-        cancelled = [self._cancelled.popleft() for _ in range(min(self.most, len(self._cancelled)))]
-        for flight in cancelled:
-            if flight.claim is not None:
-                self.prefixes.release(flight.claim)
-        return [flight.number for flight in cancelled]
-
-    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[int]) -> Arrivals:
+    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[Flight]) -> Arrivals:
         rows = self.most
         ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that no prompt has
-        ended[: len(cancelled)] = cancelled
+        ended[: len(cancelled)] = [flight.number for flight in cancelled]
         prompts = [flight.prompt for flight in sent]
         number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
         key, index = np.broadcast_to(self.key, (rows, *self.key.shape)).copy(), np.zeros(rows, np.uint32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import hmac
 import time
@@ -36,6 +35,7 @@ from jaxgen.serving.protocol import (
     Common,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     decode,
 )
@@ -49,10 +49,6 @@ from jaxgen.version import __version__
 
 _PREPARING = 2  # number of threads that read requests
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
-
-
-class ClientLeft(Exception):
-    """Raised when the client has closed the connection."""
 
 
 class Service:
@@ -132,10 +128,8 @@ class Service:
 
     def _gauges(self) -> dict[str, float]:
         counts = self._engine.counts()
-        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
-        return dict(
-            zip(names, (counts.running, counts.waiting, min(counts.running / self._engine.slots, 1.0)), strict=True)
-        )
+        gauges = {"num_requests_running": counts.running, "num_requests_waiting": counts.waiting}
+        return gauges | {"kv_cache_usage_perc": min(counts.running / self._engine.slots, 1.0)}
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         """Return a handler that first checks the client's key, and reports errors in OpenAI's format."""
@@ -145,23 +139,21 @@ class Service:
                 self._check_key(request)
                 result = await handler(request)
                 return result if isinstance(result, Response) else _json(200, result)
-            except (ClientLeft, ClientDisconnect):
+            except ClientDisconnect:
                 self.metrics.count("request_cancelled_total")
                 return Response(status_code=499)  # no client is left to read it
             except Exception as error:
                 return self._refused(api_error(error))
 
-        return functools.wraps(handler)(handle)
+        return handle
 
     def _refused(self, error: ApiError) -> Response:
         self.metrics.count("request_error_total", status=str(error.status))
         return _json(error.status, error.body, error.headers)
 
-    async def _not_found(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def _not_found(self, request: Request, error: Any) -> Response:
         reason = "is not a path of this service" if error.status_code == 404 else f"does not take {request.method}"
-        headers = dict(error.headers or {})
-        return self._refused(ApiError(error.status_code, f"{shown(request.url.path)} {reason}", headers=headers))
+        return self._refused(ApiError(error.status_code, f"{shown(request.url.path)} {reason}", headers=error.headers))
 
     def _check_key(self, request: Request) -> None:
         if not self._keys:
@@ -174,22 +166,20 @@ class Service:
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
 
     async def _body(self, request: Request) -> bytes:
-        most = self._limits.body
+        most, seconds = self._limits.body, self._limits.body_seconds
         too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
         if int(request.headers.get("content-length", "0") or 0) > most:
             raise too_large
-        parts, size = [], 0
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with asyncio.timeout(seconds):
                 async for part in request.stream():
-                    size += len(part)
-                    if size > most:
+                    body += part
+                    if len(body) > most:
                         raise too_large
-                    parts.append(part)
         except TimeoutError as error:
-            seconds = self._limits.body_seconds
             raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", headers=NO_RETRY) from error
-        return b"".join(parts)
+        return bytes(body)
 
     def _named(self, name: str | None) -> str:
         """Return the name of the model or adapter that a request is for."""
@@ -199,15 +189,14 @@ class Service:
         return name
 
     async def _completions(self, request: Request) -> Any:
-        asked = decode(await self._body(request), CompletionRequest)
-        return await self._answer(request, asked, self._reader.completion)
+        return await self._answer(request, CompletionRequest, self._reader.completion)
 
     async def _chat(self, request: Request) -> Any:
-        asked = decode(await self._body(request), ChatRequest)
-        return await self._answer(request, asked, self._reader.chat)
+        return await self._answer(request, ChatRequest, self._reader.chat)
 
-    async def _answer(self, http: Request, request: Common, read: Callable[[Any], Asked]) -> Any:
+    async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
+        request = decode(await self._body(http), kind)
         started = time.monotonic()
         model = self._named(request.model)
         asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
@@ -222,16 +211,15 @@ class Service:
         live = Live(asked, self._engine, self.metrics, started, streams=bool(request.stream))
         if request.stream:
             scored = await self._until_left(http, self._scored(asked), live)
-            await self._submit(live, asked)
-            events = self._events(request, asked, replies, live, scored, started)
-            return EventStream(events, live, self._limits, self.metrics.count)
-        return await self._until_left(http, self._whole(asked, replies, live, started), live)
+            await self._submit(live)
+            return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
+        return await self._until_left(http, self._whole(replies, live), live)
 
-    async def _submit(self, live: Live, asked: Asked) -> None:
-        if not asked.budget:
+    async def _submit(self, live: Live) -> None:
+        if not live.asked.budget:
             return
         await in_thread(self._pool, live.submit)
-        lengths = [len(prompt["ids"]) for prompt in asked.prompts]
+        lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
         self.metrics.count("prompt_tokens_total", sum(lengths))
         self.metrics.count("prefix_cache_queries_total", sum(lengths))
         for length in lengths:
@@ -245,7 +233,7 @@ class Service:
             if task.done():
                 return task.result()
             if left.done():
-                raise ClientLeft
+                raise ClientDisconnect
             self.metrics.count("request_cancelled_total")
             raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
         finally:
@@ -254,22 +242,19 @@ class Service:
             for each in (task, left):
                 each.cancel()
 
-    async def _whole(self, asked: Asked, replies: Replies, live: Live, started: float) -> dict[str, Any]:
+    async def _whole(self, replies: Replies, live: Live) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        scored = await self._scored(asked)
-        await self._submit(live, asked)
-        answers = [asked.answer() for _ in range(len(asked.prompts) * asked.sequences)]
-        deltas = dict([pair async for group in self._deltas(asked, answers, live, started) for pair in group])
+        scored = await self._scored(live.asked)
+        await self._submit(live)
+        answers = live.asked.answers()
+        deltas = dict([pair async for group in self._deltas(answers, live) for pair in group])
         choices = [(answer, deltas[place]) for place, answer in enumerate(answers)]
-        cached = self._count_cached(live)
-        return replies.whole(choices, replies.usage(sum(answer.count for answer in answers), cached), scored)
+        return replies.whole(choices, replies.usage(answers, live.cached_tokens), scored)
 
-    async def _deltas(
-        self, asked: Asked, answers: list[Answer], live: Live, started: float
-    ) -> AsyncIterator[list[tuple[int, Delta]]]:
+    async def _deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield groups of additions that became available together, each with the index of its answer."""
         left = len(answers)
-        if not asked.budget:
+        if not live.asked.budget:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
             return
         while left:
@@ -278,18 +263,22 @@ class Service:
                 happened.append(live.news.get_nowait())
             group = []
             for place, news in happened:
-                if (failure := live.failure(place)) is not None:
-                    raise failure
+                handle = live.handles[place // live.asked.sequences]
+                if handle.failure is not None:
+                    raise handle.failure
                 if news.stop_reason:
-                    if error := live.completion(place).error:
+                    done = handle.completion(news.sequence)
+                    if done.error:
                         status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
-                        raise ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
-                    news = live.whole(place, news)
+                        raise ApiError(status, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
+                    if not live.streams:  # only this event was queued, so it must contain all tokens
+                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
                 group.append((place, answers[place].put(news)))
                 if news.stop_reason:
                     left -= 1
-                    self._ended(answers[place], started)
+                    self._ended(answers[place], live.started)
             yield group
+        self.metrics.count("prefix_cache_hits_total", live.cached_tokens)
 
     def _ended(self, answer: Answer, started: float) -> None:
         """Update the metrics for a sequence that has ended."""
@@ -297,11 +286,6 @@ class Service:
         self.metrics.count("request_success_total", finished_reason=reason)
         self.metrics.observe("request_generation_tokens", answer.count)
         self.metrics.observe("e2e_request_latency_seconds", time.monotonic() - started)
-
-    def _count_cached(self, live: Live) -> int:
-        cached = live.cached_tokens
-        self.metrics.count("prefix_cache_hits_total", cached)
-        return cached
 
     async def _scored(self, asked: Asked) -> list[Scored] | None:
         """Return the log-probabilities of the prompts' tokens, or None if they were not requested."""
@@ -319,35 +303,24 @@ class Service:
         return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
 
     async def _events(
-        self,
-        request: Common,
-        asked: Asked,
-        replies: Replies,
-        live: Live,
-        scored: list[Scored] | None,
-        started: float,
+        self, replies: Replies, live: Live, scored: list[Scored] | None
     ) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield groups of chunks that are ready to be sent; a group is empty if the new tokens add nothing to send."""
-        options, count = request.stream_options, len(asked.prompts) * asked.sequences
-        counts_all = options is not None and options.include_usage
-        answers, begun = [asked.answer() for _ in range(count)], set()
+        options = replies.request.stream_options or StreamOptions()
+        answers, begun = live.asked.answers(), set()
 
         def chunk(place: int, delta: Delta) -> dict[str, Any]:
-            of_prompt = None if scored is None else scored[place // asked.sequences]
+            of_prompt = None if scored is None else scored[place // live.asked.sequences]
             body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
             begun.add(place)
-            if options is not None and options.continuous_usage_stats:
-                return body | {"usage": usage()}
-            return body | ({"usage": None} if counts_all else {})
+            if options.continuous_usage_stats:
+                return body | {"usage": replies.usage(answers, live.cached_tokens)}
+            return body | ({"usage": None} if options.include_usage else {})
 
-        def usage() -> dict[str, Any]:
-            return replies.usage(sum(answer.count for answer in answers), live.cached_tokens)
-
-        async for group in self._deltas(asked, answers, live, started):
+        async for group in self._deltas(answers, live):
             yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
-        self._count_cached(live)
-        if counts_all:
-            yield [replies.last(usage())]
+        if options.include_usage:
+            yield [replies.last(replies.usage(answers, live.cached_tokens))]
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}
@@ -368,19 +341,17 @@ class Service:
     def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "pass either prompt or messages")
-        if asked.messages is not None:
-            tools = Tools.of(asked.tools, None, None)
-            ids = self._reader.conversation(asked.messages, tools, asked.add_generation_prompt, asked)
+        if asked.prompt is None:
+            ids = self._reader.conversation(asked, Tools.of(asked.tools, None, None))
         else:
-            ids = self._reader.tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+            ids = self._reader.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
         body = {"count": len(ids), "max_model_len": self._reader.context, "tokens": ids}
         return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
 
     async def _detokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), DetokenizeRequest)
         self._named(asked.model)
-        text = await in_thread(self._pool, functools.partial(self._reader.tokenizer.decode, asked.tokens, False))
-        return {"prompt": text}
+        return {"prompt": await in_thread(self._pool, self._reader.tokenizer.decode, asked.tokens, False)}
 
     async def _tokenizer_info(self, _: Request) -> Any:
         tokenizer = self._reader.tokenizer

@@ -12,8 +12,7 @@ import msgspec
 
 from jaxgen.serving.errors import ApiError
 
-MOST_SEQUENCES = 128  # OpenAI's limit for `n`
-_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
 _PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {
     "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
@@ -146,11 +145,7 @@ Body = TypeVar("Body")
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: the body is not JSON, or a field is unknown or has the wrong type.
-    """
+    """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -164,11 +159,9 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 def _explained(text: str) -> ApiError:
     place = _PLACE.search(text)
     path = place[1] if place else ""
-    if unknown := _UNKNOWN.search(text):
-        name = ".".join(filter(None, [path, unknown[1]]))
-        return ApiError(400, f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", name)
-    if missing := re.search("missing required field `(.*?)`", text):
-        name = ".".join(filter(None, [path, missing[1]]))
-        return ApiError(400, f"{name} is missing", name)
+    if field := _FIELD.search(text):
+        name = ".".join(filter(None, [path, field[2]]))
+        reason = "is missing" if field[1] != "unknown" else f"is not supported: {_INSTEAD.get(name, 'leave it out')}"
+        return ApiError(400, f"{name} {reason}", name)
     reason = text[: place.start()] if place else text
     return ApiError(400, f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}", path or None)

@@ -17,15 +17,7 @@ from jaxgen.serving.tools import Call
 
 @dataclasses.dataclass
 class Replies:
-    """Builds the response bodies for one request.
-
-    Args:
-        request: the request.
-        asked: the same request, as read by `Reader`.
-        model: the model's name.
-        fingerprint: identifies the weights.
-        texts: the text and bytes of each token.
-    """
+    """Builds the response bodies for one request. `asked` is the request as read by `Reader`."""
 
     request: Common
     asked: Asked
@@ -37,25 +29,28 @@ class Replies:
         self._is_chat = isinstance(self.request, ChatRequest)
         self.id = self.request.request_id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
+        self._as_id = bool(self.request.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}  # for each choice, the number of characters before the next token
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, of_chat: str) -> dict[str, Any]:
+        """Return the fields that all bodies have. `of_chat` is the `object` of a chat's body."""
+        kind = of_chat if self._is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint}
 
-    def usage(self, generated: int, cached: int) -> dict[str, Any]:
+    def usage(self, answers: Sequence[Answer], cached: int) -> dict[str, Any]:
         """Return the token counts."""
         prompts = sum(len(prompt["ids"]) for prompt in self.asked.prompts)
-        details = {"cached_tokens": cached}
+        generated = sum(answer.count for answer in answers)
         total = {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
-        return total | {"prompt_tokens_details": details}
+        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
         """Return a body with all choices, in the order of the prompts; `of_prompts` are the prompts' scored tokens."""
         write = self._chat_choice if self._is_chat else self._completion_choice
-        body = self._head("chat.completion" if self._is_chat else "text_completion")
+        body = self._head("chat.completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
         body["usage"] = usage
         if self._is_chat and of_prompts is not None and self.request.prompt_logprobs is not None:
@@ -69,7 +64,7 @@ class Replies:
     ) -> dict[str, Any]:
         """Return a chunk that adds `delta` to a choice."""
         choice: dict[str, Any] = {"index": index}
-        body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
+        body = self._head("chat.completion.chunk")
         if self._is_chat:
             content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
             if delta.text:
@@ -93,10 +88,7 @@ class Replies:
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the last chunk, which contains the token counts."""
-        return self._head("chat.completion.chunk" if self._is_chat else "text_completion") | {
-            "choices": [],
-            "usage": usage,
-        }
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
 
     def _prompt(self, index: int) -> dict[str, Any]:
         return self.asked.prompts[index // self.asked.sequences]
@@ -144,27 +136,22 @@ class Replies:
         scored = self._scored(delta, None)
         if scored is None:
             return None
-        as_id = bool(self.request.return_tokens_as_token_ids)
-        return {"content": entries(scored, self.texts, as_id), "refusal": None}
+        return {"content": entries(scored, self.texts, self._as_id), "refusal": None}
 
     def _completion_logprobs(self, index: int, scored: Scored | None) -> dict[str, Any] | None:
         if scored is None:
             return None
-        as_id = bool(self.request.return_tokens_as_token_ids)
-        tokens = [self.texts.text(token, as_id) for token in scored.tokens]
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in scored.tokens:
+        tokens = [self.texts.text(token, self._as_id) for token in scored.tokens]
+        offset, offsets, most_likely = self._offsets.get(index, 0), [], []
+        for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
             offsets.append(offset)
             offset += len(self.texts.text(token))
-        self._offsets[index] = offset
-        most_likely = []
-        for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
             # Include the chosen token. If several tokens have the same text, show only the most likely one.
-            pairs = [*likely[: self.asked.logprobs], (token, logprob)]
             named: dict[str, float | None] = {}
-            for other, value in pairs:
-                named.setdefault(self.texts.text(other, as_id), value)
+            for other, value in (*likely[: self.asked.logprobs], (token, logprob)):
+                named.setdefault(self.texts.text(other, self._as_id), value)
             most_likely.append(None if logprob is None else named)
+        self._offsets[index] = offset
         values = {"tokens": tokens, "token_logprobs": scored.logprobs, "text_offset": offsets}
         return values | {"top_logprobs": most_likely if self.asked.logprobs else None}
 

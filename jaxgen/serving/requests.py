@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
@@ -19,13 +20,14 @@ from jaxgen.config.tables import TokenIds
 from jaxgen.errors import JaxgenError, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.errors import ApiError
-from jaxgen.serving.protocol import MOST_SEQUENCES, ChatRequest, Common, CompletionRequest, Structured
+from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.text import Answer, StopCut
 from jaxgen.serving.tools import CallParser, Tools, template_messages
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
 _GRAMMARS = 64  # maximum number of cached grammars
+_MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -40,7 +42,6 @@ class Asked:
         sequences: the number of sequences per prompt.
         logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
         prompt_logprobs: the same for the prompts' tokens.
-        tools: the tools that the model may call, or None.
         answer: creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
     """
@@ -50,13 +51,18 @@ class Asked:
     sequences: int
     logprobs: int | None
     prompt_logprobs: int | None
-    tools: Tools | None
     answer: Callable[[], Answer]
     budget: int
+
+    def answers(self) -> list[Answer]:
+        """Return an empty answer for each sequence of each prompt."""
+        return [self.answer() for _ in range(len(self.prompts) * self.sequences)]
 
 
 class Reader:
     """Reads requests for a model.
+
+    A field that is invalid or unsupported raises an ApiError, a ValueError or a TypeError.
 
     Args:
         cfg: the engine's config; `output_logprobs` must be set. Requests may ask for at most its `top_logprobs`.
@@ -69,28 +75,24 @@ class Reader:
     def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):
         self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
         self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        self._eos = [] if not cfg.on("eos_token_id") else np.ravel(TokenIds().leaf(cfg.eos_token_id)).tolist()
-        self._eos = [token for token in self._eos if token >= 0]
+        self._eos = TokenIds().tokens(cfg.eos_token_id)
         self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
         self._lock = threading.Lock()
 
     def completion(self, request: CompletionRequest) -> Asked:
-        """Read a request for completions.
-
-        Raises:
-            ApiError, ValueError, TypeError: a field is invalid or unsupported.
-        """
+        """Read a request for completions."""
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
-        if request.stream and request.prompt_logprobs is not None:
-            raise _no_stream("prompt_logprobs")
         given = _prompts(request.prompt)
         rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
         shown_logprobs = self._top(request.logprobs, "logprobs")
         most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         texts = None
         if request.echo:
-            texts = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in given]
+            texts = [
+                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
+                for prompt in given
+            ]
         of_prompts = shown_logprobs if request.echo else None
         if request.prompt_logprobs is not None:
             of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
@@ -99,17 +101,11 @@ class Reader:
         return self._asked(request, rows, most, shown_logprobs, of_prompts, None, texts)
 
     def chat(self, request: ChatRequest) -> Asked:
-        """Read a request for chat completions.
-
-        Raises:
-            ApiError, ValueError, TypeError: a field is invalid or unsupported.
-        """
+        """Read a request for chat completions."""
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-        if request.stream and request.prompt_logprobs is not None:
-            raise _no_stream("prompt_logprobs")
         tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
-        ids = self.conversation(request.messages, tools, request.add_generation_prompt, request)
+        ids = self.conversation(request, tools)
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -117,16 +113,16 @@ class Reader:
             raise ApiError(400, f"max_completion_tokens must be at least 1, got {most}", "max_completion_tokens")
         return self._asked(request, [ids], most, top, of_prompt, tools, None)
 
-    def conversation(self, messages: Sequence[Any], tools: Tools | None, adds_prompt: bool, request: Any) -> list[int]:
-        """Return the ids of a conversation."""
+    def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
+        """Return the ids of the conversation in a request."""
         variables = dict(request.chat_template_kwargs or {})
         if taken := {"messages", "tools", "documents", "add_generation_prompt"} & variables.keys():
             raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}", "chat_template_kwargs")
         if (effort := getattr(request, "reasoning_effort", None)) is not None:
             variables["reasoning_effort"] = effort
         text = self.tokenizer.render_chat(
-            template_messages(messages),
-            adds_prompt,
+            template_messages(request.messages or ()),
+            request.add_generation_prompt,
             tools=None if tools is None else tools.for_template,
             documents=getattr(request, "documents", None),
             **variables,
@@ -144,6 +140,8 @@ class Reader:
         texts: list[str] | None,
     ) -> Asked:
         """Read the fields that requests for completions and for chat completions share."""
+        if request.stream and request.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs is not offered with stream: leave one of them out", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true", "stream_options")
         if request.truncate_prompt_tokens is not None:
@@ -165,20 +163,14 @@ class Reader:
 
         def answer() -> Answer:
             stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
-            cut = StopCut(_stops(request), request.include_stop_str_in_output)
+            cut = StopCut(options.get("stop_strings", ()), request.include_stop_str_in_output)
             parser = CallParser(tools.names, tools.most_calls) if tools is not None and tools.parses else None
             return Answer(stream, cut, parser, tools is not None and tools.named)
 
-        sequences = options.get("n", 1)
-        return Asked(prompts, texts, sequences, logprobs, of_prompts, tools, answer, max(budgets))
+        return Asked(prompts, texts, options.get("n", 1), logprobs, of_prompts, answer, max(budgets))
 
-    def _encoded(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-        return (
-            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-        )
-
-    def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+    def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
+        return self.tokenizer.encode(prompt, add_special_tokens=adds_special) if isinstance(prompt, str) else prompt
 
     def _budget(self, length: int, most: int | None) -> int:
         """Return the maximum number of tokens in the answer to a prompt of `length` tokens."""
@@ -223,12 +215,15 @@ class Reader:
                 raise ApiError(400, f"min_tokens={request.min_tokens} is more than max_tokens={most}", "min_tokens")
             own["min_new_tokens"] = request.min_tokens
         if request.n is not None:
-            if not 1 <= request.n <= MOST_SEQUENCES:
-                raise ApiError(400, f"n must be from 1 to {MOST_SEQUENCES}, got {request.n}", "n")
+            if not 1 <= request.n <= _MOST_SEQUENCES:
+                raise ApiError(400, f"n must be from 1 to {_MOST_SEQUENCES}, got {request.n}", "n")
             if request.n > 1 and not own["do_sample"]:
                 raise ApiError(400, f"n={request.n} needs a temperature above 0: greedy search has one answer", "n")
             own["n"] = request.n
-        if stops := _stops(request):
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        if not all(stops):
+            raise ApiError(400, "stop must not have an empty text", "stop")
+        if stops:
             own["stop_strings"] = stops
         if request.stop_token_ids or request.ignore_eos:
             self._check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -258,22 +253,18 @@ class Reader:
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         if not all(words):
             raise ApiError(400, "bad_words has an empty word", "bad_words")
-        spelled = [
-            [*self.tokenizer.encode(start + word, add_special_tokens=False)] for word in words for start in ("", " ")
-        ]
         if 2 * len(words) > self.entries:
             raise ApiError(400, f"bad_words has {len(words)} words, but at most {self.entries // 2} are supported")
-        return spelled
+        spelled = [start + word for word in words for start in ("", " ")]
+        return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
     def _grammar(self, request: Common, tools: Tools | None) -> TokenAutomaton | None:
         """Return the automaton that an answer must follow, or None."""
-        given = {
-            "structured_outputs": request.structured_outputs,
-            "guided_json": Structured(json=request.guided_json) if request.guided_json is not None else None,
-            "guided_regex": Structured(regex=request.guided_regex) if request.guided_regex is not None else None,
-            "guided_choice": Structured(choice=request.guided_choice) if request.guided_choice is not None else None,
-            "response_format": _response_format(request),
-        }
+        given = {"structured_outputs": request.structured_outputs}
+        for kind in ("json", "regex", "choice"):
+            if (value := getattr(request, f"guided_{kind}")) is not None:
+                given[f"guided_{kind}"] = Structured(**{kind: value})
+        given["response_format"] = _response_format(request)
         given = {name: structure for name, structure in given.items() if structure is not None}
         if tools is not None and tools.forced:
             if given:
@@ -290,7 +281,8 @@ class Reader:
             raise ApiError(400, f"{name}: {error}", name) from error
 
     def _structured(self, name: str, structure: Structured) -> TokenAutomaton | None:
-        asked = {field: value for field, value in msgspec_fields(structure).items() if value not in (None, False)}
+        fields = msgspec.structs.asdict(structure)
+        asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
             raise ApiError(400, f"{name} must have exactly one of json, regex, choice and json_object", name)
         [(kind, value)] = asked.items()
@@ -326,35 +318,16 @@ def compiles(request: Common) -> bool:
     return any(field is not None for field in (*guided, *of_chat))
 
 
-def msgspec_fields(structure: Any) -> dict[str, Any]:
-    """Return the fields of a struct by name."""
-    return {name: getattr(structure, name) for name in structure.__struct_fields__}
-
-
-def _no_stream(name: str) -> ApiError:
-    return ApiError(400, f"{name} is not offered with stream: leave one of them out", name)
-
-
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """Return the prompts in the field `prompt`, which is a string, a list of ids, or a list of either."""
-    is_id = [isinstance(item, int) and not isinstance(item, bool) for item in prompt]
-    if isinstance(prompt, str) or (prompt and all(is_id)):
+    if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):  # bool is not an id
         return [prompt]
     for place, item in enumerate(prompt):
-        numbers = item if isinstance(item, list) else ()
-        wrong = [number for number in numbers if not isinstance(number, int) or isinstance(number, bool)]
-        if wrong or not isinstance(item, str | list):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise ApiError(400, f"prompt[{place}] must be a text or a list of ids, got {shown(item)}", "prompt")
     if not prompt:
         raise ApiError(400, "prompt must have at least one prompt", "prompt")
     return prompt
-
-
-def _stops(request: Common) -> list[str]:
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if not all(stops):
-        raise ApiError(400, "stop must not have an empty text", "stop")
-    return stops
 
 
 def _response_format(request: Common) -> Structured | None:

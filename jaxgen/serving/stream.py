@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,24 +15,19 @@ from starlette.responses import StreamingResponse
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live
+from jaxgen.serving.metrics import Metrics
 
 _LAST_WORDS = 2.0  # seconds allowed for sending the final error to a client that may not be reading
 
 
 class EventStream(StreamingResponse):
-    """Response that sends the chunks of an answer. It ends if the client disconnects.
+    """Response that sends groups of chunks as they become ready. It ends if the client disconnects.
 
-    Args:
-        groups: yields groups of chunks that are ready together.
-        live: the prompts, which are cancelled if the stream ends early.
-        limits: the time limit for the answer, and how long to wait before sending a comment.
-        count: called with the name of the counter to increment.
+    If the stream ends early, the prompts in `live` are cancelled.
     """
 
-    def __init__(
-        self, groups: AsyncIterator[list[dict[str, Any]]], live: Live, limits: Limits, count: Callable[[str], None]
-    ):
-        self._groups, self._live, self._limits, self._count, self._ended = groups, live, limits, count, False
+    def __init__(self, groups: AsyncIterator[list[dict[str, Any]]], live: Live, limits: Limits, metrics: Metrics):
+        self._groups, self._live, self._limits, self._metrics, self._ended = groups, live, limits, metrics, False
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._bodies(), headers=headers, media_type="text/event-stream")
 
@@ -45,7 +40,7 @@ class EventStream(StreamingResponse):
         finally:
             self._live.cancel()
             if not self._ended:
-                self._count("request_cancelled_total")
+                self._metrics.count("request_cancelled_total")
 
     async def _bodies(self) -> AsyncIterator[bytes]:
         """Yield the data to send: groups of chunks, or a comment if there has been no group for a while."""
@@ -67,7 +62,7 @@ class EventStream(StreamingResponse):
                 message = f"the answer took more than {self._limits.seconds:g} seconds"
                 error = ApiError(408, message, headers=NO_RETRY)
         except Exception as failure:
-            self._count("request_error_total")
+            self._metrics.count("request_error_total")
             error, self._ended = api_error(failure), True
         finally:
             following.cancel()

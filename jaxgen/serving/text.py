@@ -19,8 +19,8 @@ class StopCut:
         found: the stop string that ended the text, or None.
     """
 
-    def __init__(self, strings: Sequence[str], keeps: bool = False):
-        self._strings, self._keeps = [string for string in strings if string], keeps
+    def __init__(self, strings: Sequence[str], keeps: bool):
+        self._strings, self._keeps = strings, keeps
         self._longest = max(map(len, self._strings), default=0)
         self._held = ""
         self.found: str | None = None
@@ -29,8 +29,6 @@ class StopCut:
         """Append text, and return the part that cannot belong to a stop string."""
         if self.found is not None:
             return ""
-        if not self._strings:
-            return text
         text = self._held + text
         places = [(text.find(string), -len(string), string) for string in self._strings if string in text]
         if places:
@@ -77,13 +75,12 @@ class Answer:
     """One sequence of a prompt, as text.
 
     Attributes:
-        stop_reason: the stop string that ended the text, or None.
         count: the number of tokens so far.
         calls: the number of tool calls so far.
         reason: why the sequence ended; `StopReason.NONE` before it ends.
     """
 
-    def __init__(self, stream: TextStream, cut: StopCut, parser: CallParser | None, forced: bool = False):
+    def __init__(self, stream: TextStream, cut: StopCut, parser: CallParser | None, forced: bool):
         self._stream, self._cut, self._parser, self._forced = stream, cut, parser, forced
         self.count = self.calls = 0
         self.reason = StopReason.NONE

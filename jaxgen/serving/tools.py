@@ -20,7 +20,7 @@ from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-RETURNED = ("refusal", "audio", "annotations", "function_call")  # fields of an answer that clients send back empty
+_RETURNED = ("refusal", "audio", "annotations", "function_call")  # fields of an answer that clients send back empty
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
 _JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters of JSON outside strings
@@ -41,8 +41,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    given = _object(message, where, ("role", "content", "name", "tool_calls", "tool_call_id", *RETURNED))
-    for key in RETURNED:
+    given = _object(message, where, ("role", "content", "name", "tool_calls", "tool_call_id", *_RETURNED))
+    for key in _RETURNED:
         if given.get(key):
             raise InputError(f"{where}.{key} is not supported: leave it out")
     role = _string(given.get("role"), f"{where}.role")
@@ -75,13 +75,13 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind != "text":
             raise InputError(f"{where}[{i}] has the type {bare(kind)}: only text is supported")
-        _typed(part, f"{where}[{i}]", "text", ("text",))
-        texts.append(_string(part["text"], f"{where}[{i}].text"))
+        given = _typed(part, f"{where}[{i}]", "text")
+        texts.append(_string(given["text"], f"{where}[{i}].text"))
     return "".join(texts)
 
 
 def _past_call(call: Any, where: str) -> dict[str, Any]:
-    given = _typed(call, where, "function", ("function",), ("id", "index"))
+    given = _typed(call, where, "function", "id", "index")
     inner = _object(given["function"], f"{where}.function", ("name", "arguments"))
     name = _string(inner.get("name"), f"{where}.function.name")
     text = _string(inner.get("arguments"), f"{where}.function.arguments")
@@ -177,7 +177,7 @@ class Tools:
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     """Return a tool's function for the template: the name, description and parameters (if set), in HF's order."""
-    given = _typed(tool, where, "function", ("function",))["function"]
+    given = _typed(tool, where, "function")["function"]
     where = f"{where}.function"
     given = _object(given, where, ("name", "description", "parameters", "strict"))
     name, parameters = given.get("name"), given.get("parameters")
@@ -187,7 +187,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _string(given["description"], f"{where}.description")
     if not isinstance(given.get("strict"), bool | None):
         _refuse(f"{where}.strict", "true or false", given["strict"])
-    if parameters is not None and not isinstance(parameters, dict):
+    if not isinstance(parameters, dict | None):
         _refuse(f"{where}.parameters", "a JSON schema, which is an object", parameters)
     if parameters and parameters.get("type", "object") != "object":
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
@@ -209,7 +209,7 @@ def _choice(value: Any, functions: Mapping[str, Any]) -> tuple[str, tuple[str, .
     if kind != "allowed_tools":
         _refuse("tool_choice", "'auto', 'none', 'required' or an object of the type function or allowed_tools", value)
     where = "tool_choice.allowed_tools"
-    inner = _typed(value, "tool_choice", "allowed_tools", ("allowed_tools",))["allowed_tools"]
+    inner = _typed(value, "tool_choice", "allowed_tools")["allowed_tools"]
     inner = _object(inner, where, ("mode", "tools"))
     if inner.get("mode") not in ("auto", "required"):
         _refuse(f"{where}.mode", "'auto' or 'required'", inner.get("mode"))
@@ -219,7 +219,7 @@ def _choice(value: Any, functions: Mapping[str, Any]) -> tuple[str, tuple[str, .
 
 
 def _chosen(tool: Any, where: str, functions: Mapping[str, Any]) -> str:
-    inner = _typed(tool, where, "function", ("function",))["function"]
+    inner = _typed(tool, where, "function")["function"]
     name = _string(_object(inner, f"{where}.function", ("name",)).get("name"), f"{where}.function.name")
     if name not in functions:
         raise InputError(f"{where}.function.name is {shown(name)}, which is not one of the tools")
@@ -230,8 +230,7 @@ def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
     """Return the grammar of a function's arguments; without a schema, the function has no arguments."""
     if parameters is None:
         return Text(b"{}")
-    decided = any(key in COMPANIONS for key in parameters)
-    schema = parameters if decided else {"type": "object", **parameters}
+    schema = parameters if any(key in COMPANIONS for key in parameters) else {"type": "object", **parameters}
     try:
         return read_schema(schema, name=f"{name}.parameters")
     except InputError as error:
@@ -377,14 +376,11 @@ def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
     return value
 
 
-def _typed(
-    value: Any, where: str, kind: str, required: Sequence[str], optional: Sequence[str] = ()
-) -> Mapping[str, Any]:
-    """Check that a value is an object with the given type and keys, and return it."""
+def _typed(value: Any, where: str, kind: str, *optional: str) -> Mapping[str, Any]:
+    """Check that a value is an object of the type `kind`, with a key of the same name, and return it."""
     if isinstance(value, Mapping) and value.get("type") != kind:
         _refuse(f"{where}.type", shown(kind), value.get("type"))
-    given = _object(value, where, ("type", *required, *optional))
-    for key in required:
-        if key not in given:
-            raise InputError(f"{where} must have the key {key!r}")
+    given = _object(value, where, ("type", kind, *optional))
+    if kind not in given:
+        raise InputError(f"{where} must have the key {kind!r}")
     return given
