@@ -57,9 +57,8 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
     """Return bool[S], True for states that are reachable from a start and lead to an accepting state."""
     source, target = edges(table)
-    return (distances(np.isin(np.arange(len(table)), start), source, target) >= 0) & (
-        distances(accepting, target, source) >= 0
-    )
+    reachable = distances(np.isin(np.arange(len(table)), start), source, target) >= 0
+    return reachable & (distances(accepting, target, source) >= 0)
 
 
 def restricted(

@@ -5,22 +5,13 @@ All answers are conservative: if in doubt, schemas are assumed to overlap.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from typing import Any
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.keywords import (
-    ANNOTATIONS,
-    DEEPEST,
-    OF_TYPE,
-    bounds,
-    integer_bounds,
-    literals,
-    members,
-    target,
-    types,
-    types_of,
-)
+from jaxgen.grammar import keywords
 
 MOST = 200_000  # limit on comparisons of two schemas, or of a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # only an allOf of a single schema is supported
@@ -36,11 +27,7 @@ class Overlaps:
         self.compared = 0
 
     def excludes(self, one: Any, other: Any) -> bool:
-        """Return True if no text generated for `one` is valid against `other`.
-
-        Raises:
-            InputError: the schema needs too many comparisons.
-        """
+        """Return True if no text generated for `one` is valid against `other`."""
         one, other = self.resolved(one), self.resolved(other)
         pair = id(one), id(other)
         if pair not in self.known:
@@ -57,7 +44,7 @@ class Overlaps:
         """Return the schema at the end of a chain of references."""
         while isinstance(schema, dict) and "$ref" in schema:
             self._count()
-            schema = target(self.root, schema["$ref"], "")
+            schema = keywords.target(self.root, schema["$ref"], "")
         return schema
 
     def _compare(self, one: Any, other: Any) -> bool:
@@ -71,29 +58,30 @@ class Overlaps:
             if keyword in other:
                 return all(self.excludes(one, part) for part in other[keyword])
         if _has_literals(one):
-            return not any(self.may_be(value, other) for value in literals(one))
+            return not any(self.may_be(value, other) for value in keywords.literals(one))
         if _has_literals(other):
-            return not any(self.may_be(value, one) for value in literals(other))
-        return all(self.differ(first, second, one, other) for first in types(one) for second in _valid_types(other))
+            return not any(self.may_be(value, one) for value in keywords.literals(other))
+        pairs = itertools.product(keywords.types(one), _valid_types(other))
+        return all(self.differ(first, second, one, other) for first, second in pairs)
 
     def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return True if no value of `one` with the first type is also a value of `other` with the second type."""
         if first != second:
             return {first, second} != {"integer", "number"}
         if first == "integer":
-            return _apart(integer_bounds(one), integer_bounds(other))
+            return _apart(keywords.integer_bounds(one), keywords.integer_bounds(other))
         if first == "string":
-            return _apart(bounds(one, "Length"), bounds(other, "Length"))
+            return _apart(keywords.bounds(one, "Length"), keywords.bounds(other, "Length"))
         if first == "array":
             prefix = one.get("prefixItems", [])
-            sizes = (len(prefix), len(prefix)) if prefix else bounds(one, "Items")
+            sizes = (len(prefix), len(prefix)) if prefix else keywords.bounds(one, "Items")
             pairs = zip(prefix, other.get("prefixItems", []), strict=False)
-            return _apart(sizes, bounds(other, "Items")) or any(self.excludes(*pair) for pair in pairs)
+            return _apart(sizes, keywords.bounds(other, "Items")) or any(self.excludes(*pair) for pair in pairs)
         return first == "object" and self._objects_differ(one, other)
 
     def _objects_differ(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        ours, needed = members(one)
-        theirs, required = members(other)
+        ours, needed = keywords.members(one)
+        theirs, required = keywords.members(other)
         if ours is None:
             return one.get("additionalProperties") is False and bool(required)
         if any(name not in ours for name in required):
@@ -107,27 +95,28 @@ class Overlaps:
         """Return False if a value is not valid against a schema; True if it is valid, or if in doubt."""
         self._count()
         schema = self.resolved(schema)
-        if _is_free(schema) or depth > DEEPEST:
+        if _is_free(schema) or depth > keywords.DEEPEST:
             return True
         for keyword in ALTERNATIVES:
             if keyword in schema:
                 return any(self.may_be(value, part, depth + 1) for part in schema[keyword])
         if _has_literals(schema):
             if id(schema) not in self.keys:
-                self.keys[id(schema)] = {_key(literal) for literal in literals(schema)}
+                self.keys[id(schema)] = {_key(literal) for literal in keywords.literals(schema)}
             return _key(value) in self.keys[id(schema)]
-        if not any(name in _valid_types(schema) for name in types_of(value)):
+        if not any(name in _valid_types(schema) for name in keywords.types_of(value)):
             return False
         if isinstance(value, int) and not isinstance(value, bool) and "integer" in _valid_types(schema):
-            return not _apart((value, value), integer_bounds(schema))
+            return not _apart((value, value), keywords.integer_bounds(schema))
         if isinstance(value, str):
-            return not _apart((len(value), len(value)), bounds(schema, "Length"))
+            return not _apart((len(value), len(value)), keywords.bounds(schema, "Length"))
         if isinstance(value, list):
-            size = len(value), len(value)
+            if _apart((len(value), len(value)), keywords.bounds(schema, "Items")):
+                return False
             pairs = zip(value, schema.get("prefixItems", []), strict=False)
-            return not _apart(size, bounds(schema, "Items")) and all(self.may_be(*pair, depth + 1) for pair in pairs)
+            return all(self.may_be(*pair, depth + 1) for pair in pairs)
         if isinstance(value, dict):
-            properties, required = members(schema)
+            properties, required = keywords.members(schema)
             known = properties or {}
             if any(name not in value for name in required):
                 return False
@@ -138,12 +127,12 @@ class Overlaps:
 
 
 def _is_free(schema: Any) -> bool:
-    return not isinstance(schema, dict) or all(name in ANNOTATIONS or name == "$id" for name in schema)
+    return not isinstance(schema, dict) or all(name in keywords.ANNOTATIONS or name == "$id" for name in schema)
 
 
 def _valid_types(schema: dict[str, Any]) -> list[str]:
     """Return the types of valid values. Without `type`, all types are valid, although fewer are generated."""
-    return types(schema) if "type" in schema else list(OF_TYPE)
+    return keywords.types(schema) if "type" in schema else list(keywords.OF_TYPE)
 
 
 def _has_literals(schema: dict[str, Any]) -> bool:
@@ -151,25 +140,15 @@ def _has_literals(schema: dict[str, Any]) -> bool:
 
 
 def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | None]) -> bool:
-    """Return True if no number is in both ranges; None means no bound."""
-    return _below(one[1], other[0]) or _below(other[1], one[0])
-
-
-def _below(high: int | None, low: int | None) -> bool:
-    return high is not None and low is not None and high < low
+    """Return True if no number is in both ranges; None means no bound. Neither range may be empty."""
+    lows = [low for low, _ in (one, other) if low is not None]
+    highs = [high for _, high in (one, other) if high is not None]
+    return max(lows, default=-math.inf) > min(highs, default=math.inf)
 
 
 def _key(value: Any) -> str:
-    """Return a string that is the same for values that are equal in JSON Schema: 1 equals 1.0, but not true."""
-    return json.dumps(_rounded(value), sort_keys=True)
+    """Return a string that is the same for values that are equal in JSON Schema: 1 equals 1.0, but not true.
 
-
-def _rounded(value: Any) -> Any:
-    """Convert all numbers to floats, as many programs do; large integers may become equal."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) < 10**300 else value
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    return value
+    Integers are read as floats, as many programs read them, so large integers may become equal.
+    """
+    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)

@@ -38,7 +38,7 @@ class Expression:
         return []
 
     def _count(self) -> int:
-        raise NotImplementedError
+        return sum(part.size for part in self.parts())
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,6 @@ class Sequence(Expression):
 
     items: tuple[Expression, ...]
 
-    def _count(self) -> int:
-        return sum(item.size for item in self.items)
-
 
 @dataclass(frozen=True, eq=False)
 class Alternatives(Expression):
@@ -78,7 +75,7 @@ class Alternatives(Expression):
     items: tuple[Expression, ...]
 
     def _count(self) -> int:
-        return 1 + sum(item.size for item in self.items)
+        return 1 + super()._count()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +109,6 @@ class Anchor(Expression):
 
     sign: str
 
-    def _count(self) -> int:
-        return 0
-
 
 @dataclass(frozen=True, eq=False)
 class Part(Expression):
@@ -122,9 +116,6 @@ class Part(Expression):
 
     name: str
     item: Expression
-
-    def _count(self) -> int:
-        return self.item.size
 
 
 EMPTY = Sequence(())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxgen.grammar.expression import Characters, Expression, Repeat, choice, sequence
-from jaxgen.grammar.utf8 import Ranges
 
 
 def integer_range(low: int | None, high: int | None) -> Expression:
@@ -26,33 +25,24 @@ def integer_range(low: int | None, high: int | None) -> Expression:
 
 def _positive(low: int, high: int | None) -> Expression:
     """Return the expression for the integers from `low`, which is at least 1, to `high`."""
-    longer = 10 ** len(str(low))
-    blocks = [_block(*block) for block in _blocks(low, longer - 1 if high is None else high)]
-    if high is None:
-        blocks.append(sequence(_digits(1, 9), Repeat(_digits(0, 9), len(str(low)))))
-    return choice(blocks)
+    if high is not None:
+        return choice(_blocks(low, high))
+    length = len(str(low))
+    return choice([*_blocks(low, 10**length - 1), sequence(_digits(1, 9), Repeat(_digits(0, 9), length))])
 
 
-def _blocks(low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Split a range into blocks (first, last, free): a prefix from first to last, followed by `free` arbitrary digits.
-
-    `first` and `last` differ only in their last digit.
-    """
+def _blocks(low: int, high: int) -> Iterator[Expression]:
+    """Split a range into blocks. A block has fixed digits, then a digit from a range, then digits that are free."""
     while low <= high:
         free, unit = 0, 1
         while low % (10 * unit) == 0 and low + 10 * unit - 1 <= high:
             free, unit = free + 1, 10 * unit
         first = low // unit
         last = min(first // 10 * 10 + 9, (high + 1) // unit - 1)
-        yield first, last, free
+        fixed = str(first // 10) if first >= 10 else ""
+        yield sequence(fixed, _digits(first % 10, last % 10), Repeat(_digits(0, 9), free, free))
         low = (last + 1) * unit
 
 
-def _block(first: int, last: int, free: int) -> Expression:
-    before = str(first // 10) if first >= 10 else ""
-    return sequence(before, _digits(first % 10, last % 10), Repeat(_digits(0, 9), free, free))
-
-
 def _digits(first: int, last: int) -> Expression:
-    ranges: Ranges = ((ord("0") + first, ord("0") + last),)
-    return Characters(ranges)
+    return Characters(((ord("0") + first, ord("0") + last),))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import json
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,7 +34,6 @@ from jaxgen.grammar.expression import (
 )
 from jaxgen.grammar.formats import FORMATS
 from jaxgen.grammar.integers import integer_range
-from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
 from jaxgen.grammar.references import References
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
@@ -97,8 +97,8 @@ class _Converter:
         self.values = 0
 
     def value(self, schema: Any, place: _Place) -> Expression:
-        if place.depth > DEEPEST:
-            raise InputError(f"the schema is nested more than {DEEPEST} levels deep: simplify it")
+        if place.depth > keywords.DEEPEST:
+            raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
         self.values += 1
         if self.values > MOST_VALUES:
             raise InputError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
@@ -106,22 +106,22 @@ class _Converter:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
-        given = [name for name in schema if name not in ANNOTATIONS]
+        given = [name for name in schema if name not in keywords.ANNOTATIONS]
         if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # a nested $id redefines references
             given.remove("$id")
-        decisive = next((name for name in COMPANIONS if name in schema), None)
+        decisive = next((name for name in keywords.COMPANIONS if name in schema), None)
         if decisive is not None:
-            keywords.check(given, f"{decisive} {COMPANIONS[decisive]}", place.name)
+            keywords.check(given, f"{decisive} {keywords.COMPANIONS[decisive]}", place.name)
         elif not given:
             return self.free(FREE_DEPTH)
         if decisive == "$ref":
             return self.reference(schema["$ref"], place)
         if decisive in ("const", "enum"):
-            return choice(_literal(value) for value in literals(schema, place.name))
+            return choice(_literal(value) for value in keywords.literals(schema, place.name))
         if decisive is not None:
             return self.alternatives(schema, decisive, place)
-        names = types(schema, place.name)
-        keywords.check(given, " ".join(["type", *(OF_TYPE[name] for name in names)]), place.name)
+        names = keywords.types(schema, place.name)
+        keywords.check(given, " ".join(["type", *(keywords.OF_TYPE[name] for name in names)]), place.name)
         return Part(place.name, choice([self.of_type(name, schema, place) for name in names]))
 
     def reference(self, name: Any, place: _Place) -> Expression:
@@ -142,13 +142,12 @@ class _Converter:
             place.refuse(f" has allOf of {len(schemas)} schemas: merge them into one")
         values = [self.value(part, place.inside(keyword, i)) for i, part in enumerate(schemas)]
         if keyword == "oneOf":
-            for i, one in enumerate(schemas):
-                for j, other in enumerate(schemas):
-                    if i != j and not self.overlaps.excludes(one, other):
-                        place.refuse(
-                            f" has a oneOf in which a value of schema {i} may also be valid against schema {j}: use "
-                            "anyOf, or tell them apart by their types, a const or required properties"
-                        )
+            for (i, one), (j, other) in itertools.permutations(enumerate(schemas), 2):
+                if not self.overlaps.excludes(one, other):
+                    place.refuse(
+                        f" has a oneOf in which a value of schema {i} may also be valid against schema {j}: use anyOf, "
+                        "or tell them apart by their types, a const or required properties"
+                    )
         return choice(values)
 
     def of_type(self, name: str, schema: dict[str, Any], place: _Place) -> Expression:
@@ -159,7 +158,12 @@ class _Converter:
         if name == "object":
             return self.object(schema, place)
         if name in ("integer", "number") and any(bound in schema for bound in keywords.BOUNDS):
-            return _bounded(name, schema, place)
+            low, high = keywords.integer_bounds(schema, place.name)
+            if name == "number":
+                place.refuse(
+                    " has bounds of numbers, which only the type integer may have: leave them out and check the value"
+                )
+            return integer_range(low, high)
         return _scalar(name)
 
     def array(self, schema: dict[str, Any], place: _Place) -> Expression:
@@ -176,14 +180,13 @@ class _Converter:
         return self.enclosed("[", Members(parts, self.comma), "]")
 
     def object(self, schema: dict[str, Any], place: _Place) -> Expression:
-        properties, required = members(schema, place.name)
+        properties, required = keywords.members(schema, place.name)
         further = schema.get("additionalProperties", True)
         if properties is not None:
-            values = [self.value(part, place.inside("properties", name)) for name, part in properties.items()]
-            parts = [self.member(_literal(name), value) for name, value in zip(properties, values, strict=True)]
             needed = set(required)
-            inner = tuple((part, name in needed) for name, part in zip(properties, parts, strict=True))
-            return self.enclosed("{", Members(inner, self.comma), "}")
+            values = {name: self.value(part, place.inside("properties", name)) for name, part in properties.items()}
+            parts = tuple((self.member(_literal(name), value), name in needed) for name, value in values.items())
+            return self.enclosed("{", Members(parts, self.comma), "}")
         if further is False:
             return self.enclosed("{", EMPTY, "}")
         return self.map(self.value(further, place.inside("additionalProperties")))
@@ -240,14 +243,6 @@ def _any_string() -> Expression:
 @functools.cache
 def _scalar(name: str) -> Expression:
     return read_regex(SCALARS[name])
-
-
-def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
-    """Return the expression for integers with a minimum or a maximum."""
-    low, high = keywords.integer_bounds(schema, place.name)
-    if name == "number":
-        place.refuse(" has bounds of numbers, which only the type integer may have: leave them out and check the value")
-    return integer_range(low, high)
 
 
 @functools.lru_cache(1000)

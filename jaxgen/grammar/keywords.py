@@ -12,9 +12,9 @@ from jaxgen.errors import InputError, shown
 from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
-_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
 DEEPEST = 64  # maximum nesting depth
 MOST_DIGITS = 40  # maximum digits of a bound; n digits need about n * n states before states are merged
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
 
 ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
@@ -33,6 +33,7 @@ OF_TYPE = {
     **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds of the type number
     **dict.fromkeys(("boolean", "null"), ""),
 }
+_TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 
 
 def plain(schema: dict[str, Any] | str) -> Any:
@@ -113,18 +114,9 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a value; an integer has two."""
-    match value:
-        case None:
-            return ("null",)
-        case bool():
-            return ("boolean",)
-        case str():
-            return ("string",)
-        case dict():
-            return ("object",)
-        case list():
-            return ("array",)
+    """Return the types of a JSON value; an integer has two."""
+    if type(value) in _TYPES:
+        return (_TYPES[type(value)],)
     return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 

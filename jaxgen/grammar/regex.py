@@ -184,7 +184,12 @@ class _Reader:
 
     def cased(self, ranges: Ranges) -> Ranges:
         """Return the characters and, if the flag i is set, their variants in the other case."""
-        return _any_case(ranges) if "i" in self.flags else ranges
+        if "i" not in self.flags:
+            return ranges
+        ends = [last for _, last in ranges] + [LAST + 1]
+        starts = [first for first, _ in ranges] + [LAST + 1]
+        others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]
+        return union([*ranges, *((other, other) for other in others)])
 
     def group(self, depth: int) -> Expression:
         if not self.next("(?:") and not self.match(_NAME):
@@ -237,7 +242,7 @@ class _Reader:
         """Read an escape: a character, or the characters of a class."""
         self.place += 1
         sign = self.pattern[self.place : self.place + 1]
-        if sign.lower() in CLASSES and sign:
+        if sign.lower() in CLASSES:
             self.place += 1
             return CLASSES[sign] if sign in CLASSES else complement(self.cased(CLASSES[sign.lower()]))
         if sign in ("x", "u"):
@@ -327,11 +332,3 @@ def _cases() -> list[tuple[int, int]]:
     for code in range(0x1E944):  # no later character has upper and lower case
         alike.setdefault(chr(code).casefold(), []).append(code)
     return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]
-
-
-def _any_case(ranges: Ranges) -> Ranges:
-    """Return the characters and their variants in the other case."""
-    ends = [last for _, last in ranges] + [LAST + 1]
-    starts = [first for first, _ in ranges] + [LAST + 1]
-    others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]
-    return union([*ranges, *((other, other) for other in others)])

@@ -91,13 +91,13 @@ class StopStrings:
 
         The result's `start` is 0.
         """
-        vocabulary = _vocabulary(tokenizer, vocab_size)
+        text, offsets = _vocabulary(tokenizer, vocab_size)
         goto, found = np.zeros((capacity, 256), np.int32), np.zeros(capacity, bool)
         for first, part in parts.items():
             own = slice(first, first + len(part.found))
             goto[own], found[own] = part.goto + first, part.found
         longest = max((part.longest for part in parts.values()), default=0)
-        arrays = map(jnp.asarray, (vocabulary.text, vocabulary.offsets, goto, found, np.int32(longest), np.int32(0)))
+        arrays = map(jnp.asarray, (text, offsets, goto, found, np.int32(longest), np.int32(0)))
         return cls(*arrays)  # pyright: ignore[reportArgumentType]
 
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
@@ -171,15 +171,18 @@ class StopAutomaton(NamedTuple):
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
         """Build the automaton; without strings, it finds nothing. Errors are as in `StopStrings.build`."""
         check_tokenizer(tokenizer)
-        patterns = _patterns(strings, _vocabulary(tokenizer, vocab_size).text.tobytes())
+        text, _ = _vocabulary(tokenizer, vocab_size)
+        possible = text.tobytes()
+        patterns = sorted({encoded("a string of stop_strings", string) for string in strings})
+        for pattern in patterns:
+            if not all(byte in possible for byte in pattern):
+                raise InputError(
+                    f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
+                )
         return cls(*_automaton(patterns), max(map(len, patterns), default=0))
 
 
-class _Vocabulary(NamedTuple):
-    text: np.ndarray
-    offsets: np.ndarray
-
-
+_Vocabulary = tuple[np.ndarray, np.ndarray]  # `text` and `offsets` of `StopStrings`
 _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[int | None, _Vocabulary]] = weakref.WeakKeyDictionary()
 
 
@@ -194,22 +197,11 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
         size = len(tokens) if vocab_size is None else vocab_size
         tokens = [token or b"" for token in tokens[:size]] + [b""] * (size - len(tokens))
         text = b"".join(tokens)
-        made[vocab_size] = _Vocabulary(
+        made[vocab_size] = (
             np.frombuffer(text or b"\0", np.uint8),  # a gather needs at least one element
             np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int32),
         )
     return made[vocab_size]
-
-
-def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
-    """Encode a set of strings, without duplicates; `possible` contains all bytes that occur in tokens."""
-    patterns = tuple(sorted({encoded("a string of stop_strings", string) for string in strings}))
-    for pattern in patterns:
-        if not all(byte in possible for byte in pattern):
-            raise InputError(
-                f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
-            )
-    return patterns
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -280,11 +280,11 @@ class TokenAutomaton:
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
 
 
-def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
-    """Return the bytes that each token id adds to the text; None for special tokens and ids without a token."""
+def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes]:
+    """Return the bytes that each token id adds to the text; b"" for special tokens and ids without a token."""
     check_tokenizer(tokenizer)
-    tokens = tokenizer.token_bytes()
-    return tokens if vocab_size is None else tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+    tokens = [token or b"" for token in tokenizer.token_bytes()]
+    return tokens if vocab_size is None else tokens[:vocab_size] + [b""] * (vocab_size - len(tokens))
 
 
 def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -307,19 +307,20 @@ def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _token_table(
-    table: np.ndarray, tokens: Sequence[bytes | None], followed: np.ndarray | None = None
+    table: np.ndarray, tokens: Sequence[bytes], followed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Follow every token's bytes from all states at once: return classes int[V] and transitions int32[S, classes].
+    """Follow the bytes of every token from all states at once.
+
+    Return the class of each token, int[V], and the transitions, int32[S, classes].
 
     Tokens may follow only in states where `followed bool[S]` is True; None means all states.
 
     A token is a function from states to states, composed of the functions of its bytes. There are few distinct
     functions, so each token gets the index of its function, and only new pairs of a function and a byte are composed.
     """
-    texts = [token or b"" for token in tokens]
-    lengths = np.array([len(text) for text in texts])
+    lengths = np.array([len(token) for token in tokens])
     offsets = np.cumsum(lengths) - lengths
-    buffer = np.frombuffer(b"".join(texts), np.ubyte)
+    buffer = np.frombuffer(b"".join(tokens), np.ubyte)
     bytes_of_kind, kind = distinct(np.ascontiguousarray(table.T))
     step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 maps to -1
 
@@ -380,17 +381,12 @@ def _padded(
     table[:states, :kinds] = transitions
     complete = np.zeros(len(table), bool)
     complete[:states] = accepting
+    source, target = edges(table)
+    shortest = distances(complete, target, source)
     return TokenAutomaton(
-        shortest=jnp.asarray(_shortest(table, complete)),
+        shortest=jnp.asarray(np.where(shortest < 0, _NEVER, shortest), jnp.int32),
         classes=jnp.asarray(classes, jnp.int32),
         transitions=jnp.asarray(table),
         accepting=jnp.asarray(complete),
         start=jnp.asarray(start, jnp.int32),
     )
-
-
-def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """Return the length of the shortest path from each state to an accepting state; `_NEVER` if there is none."""
-    source, target = edges(table)
-    length = distances(accepting, target, source)
-    return np.where(length < 0, np.int32(_NEVER), length)
