@@ -52,7 +52,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Convert the source checkpoint shard by shard, check the result if asked to, and return the exit status."""
     source, target = Path(options.source), Path(options.destination)
-    _check_apart(source, target)
+    inner, outer = source.resolve(), target.resolve()
+    if inner == outer:
+        raise CheckpointError([f"SRC and DST are both {inner}: choose another DST"])
+    if inner in outer.parents or outer in inner.parents:
+        raise CheckpointError([f"one of {target} and {source} contains the other: choose another DST"])
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
     if (kind := checkpoint.kind) and options.dtype is not None and options.quantize is None:
@@ -64,7 +68,8 @@ def convert(options: argparse.Namespace) -> int:
         checkpoint = merge_adapter(checkpoint, options.merge_adapter)
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
-    config = _config(checkpoint, wanted)
+    dtypes = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
+    config = checkpoint.config | dict.fromkeys(dtypes, checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(options.quantize)
     sizes = checkpoint.sizes(wanted)
     count = itertools.count(1)
@@ -154,22 +159,6 @@ def _in_one_line(error: Exception) -> str:
         return one_line(str(error))
     more = len(error.problems) - len(error.first)
     return "; ".join(error.first + ([f"and {more:,} more"] if more else []))
-
-
-def _check_apart(source: Path, target: Path) -> None:
-    """Raise an error if the target is the source, is inside it, or contains it."""
-    inner, outer = source.resolve(), target.resolve()
-    if inner == outer:
-        raise CheckpointError([f"SRC and DST are both {inner}: choose another DST"])
-    if inner in outer.parents or outer in inner.parents:
-        raise CheckpointError([f"one of {target} and {source} contains the other: choose another DST"])
-
-
-def _config(checkpoint: Checkpoint, wanted: np.dtype | None) -> dict:
-    """Return the source's config.json with the new checkpoint's dtype."""
-    dtype = checkpoint.dtype(wanted).name
-    keys = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
-    return checkpoint.config | dict.fromkeys(keys, dtype)
 
 
 def _progress(verb: str, number: int, total: int) -> None:

@@ -65,14 +65,18 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
             feature (DoRA, trained biases, other saved modules, ...). The message lists all problems.
         InputError: the list is empty, or the parameters have fused projections or already have an adapter.
     """
-    paths = [path] if isinstance(path, str | Path) else list(path)
+    is_stack = not isinstance(path, str | Path)
+    paths = list(path) if is_stack else [path]
     if not paths:
         raise InputError("path must be the directory of an adapter, or a list of at least one")
     model = model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
-    _check_params(weights)
+    for name, weight in weights.items():
+        if any(part in FUSED for part in name.split(".")):
+            raise InputError("params have fused projections: attach the adapter first, then call fuse_projections")
+        if isinstance(weight, LowRank | Adapters):
+            raise InputError(f"params have an adapter already ({name}): attach all of them at once, as a list")
     updates = read_updates(paths, model)
-    is_stack = not isinstance(path, str | Path)
     for name in sorted({name for update in updates for name in update}):
         key = f"{name}.weight"
         weights[key] = _attached(weights[key], [update.get(name) for update in updates], is_stack)
@@ -82,26 +86,16 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return each adapter's updates by module, as pairs of A float32[r, in] and scale * B float32[out, r].
-
-    Raises:
-        CheckpointError: as in `load_adapter`.
-    """
+    """Return each adapter's updates by module, as pairs of A float32[r, in] and scale * B float32[out, r]."""
     shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
-    problems: list[str] = []
-    updates = [_read(Path(path), shapes, model.tie_word_embeddings, problems) for path in paths]
-    if problems:
+    read = [_read(Path(path), shapes, model.tie_word_embeddings) for path in paths]
+    if problems := [problem for _, faults in read for problem in faults]:
         raise CheckpointError(problems)
-    return updates
+    return [updates for updates, _ in read]
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
-    """Return a checkpoint whose matrices are merged with an adapter, in float32, when they are read.
-
-    Raises:
-        CheckpointError: as in `load_adapter`.
-        ConfigError: the checkpoint is quantized.
-    """
+    """Return a checkpoint whose matrices are merged with an adapter, in float32, when they are read."""
     if checkpoint.kind:
         raise ConfigError(
             f"{checkpoint.path} is quantized, but an adapter is added to the original matrices: convert it back with "
@@ -160,14 +154,6 @@ def _config(ranks: Mapping[str, int], base: str) -> dict[str, Any]:
     return config | {"target_modules": sorted(ranks), "bias": "none", "fan_in_fan_out": False}
 
 
-def _check_params(weights: Mapping[str, Any]) -> None:
-    for name, weight in weights.items():
-        if any(part in FUSED for part in name.split(".")):
-            raise InputError("params have fused projections: attach the adapter first, then call fuse_projections")
-        if isinstance(weight, LowRank | Adapters):
-            raise InputError(f"params have an adapter already ({name}): attach all of them at once, as a list")
-
-
 def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | None], is_stack: bool) -> Any:
     """Attach updates to a weight; an adapter without an update for this weight gets zeros."""
     found = [update for update in updates if update is not None]
@@ -186,17 +172,15 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
 
 
 def _read(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, problems: list[str]
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return an adapter's updates, and append any problems to `problems`."""
+    path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
+    """Return an adapter's updates, and a list of problems."""
     file = path / _CONFIG
     config, faults = read_json(file)
     if config is None:
-        problems += faults or [f"{file} is missing: this is not the directory of an adapter"]
-        return {}
+        return {}, faults or [f"{file} is missing: this is not the directory of an adapter"]
     if faults := [f"{file}: {fault}" for fault in _refused(config)]:
-        problems += faults
-        return {}
+        return {}, faults
     tensors, _, faults = find_tensors(path, _STEM)
     modules: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
     for name, tensor in tensors.items():
@@ -208,40 +192,39 @@ def _read(
         else:
             modules[match[1]][match[2]] = tensor
     for name, factors in modules.items():
-        faults += [f"{path}: {fault}" for fault in _mismatch(name, factors, shapes, is_tied)]
+        if fault := _mismatch(name, factors, shapes, is_tied):
+            faults.append(f"{path}: {fault}")
     if not modules and not faults:
         faults.append(f"{path}: the files have no low-rank updates")
     if faults:
-        problems += faults
-        return {}
+        return {}, faults
     updates = {}
     for name, factors in modules.items():
         a, b = (factors[letter].read(np.dtype(np.float32)) for letter in "AB")
         updates[name] = a, b * np.float32(_scale(config, name, a.shape[0]))
-    return updates
+    return updates, []
 
 
-def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_tied: bool):
-    """Yield the reason, if any, why a module's update does not fit the model."""
+def _mismatch(
+    name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_tied: bool
+) -> str | None:
+    """Return the reason why a module's update does not fit the model, or None if it fits."""
     if name == "lm_head" and is_tied:
-        yield "lm_head has an update, and this model's head is its embedding: merge it in PEFT"
-        return
+        return "lm_head has an update, and this model's head is its embedding: merge it in PEFT"
     if name == "model.embed_tokens":
-        yield f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
-        return
+        return f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
     if name not in shapes:
-        yield f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
-        return
+        return f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
     if missing := {"A", "B"} - set(factors):
-        yield f"{name}.lora_{missing.pop()}.weight is missing"
-        return
+        return f"{name}.lora_{missing.pop()}.weight is missing"
     features, columns = shapes[name]
     a, b = factors["A"].shape, factors["B"].shape
     if len(a) != 2 or a[1] != columns or b != (features, a[0]):
-        yield (
+        return (
             f"{name} has A {list(a)} and B {list(b)}, and the model's matrix is {[features, columns]}: is the adapter "
             "for another model?"
         )
+    return None
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:

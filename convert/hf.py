@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from convert.shards import (
     find_tensors,
     in_order,
     read_json,
-    to_host,
     write_checkpoint,
     write_configs,
 )
@@ -100,11 +99,7 @@ class Checkpoint:
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint whose matrices are quantized or converted back when they are read; None changes nothing.
-
-        Raises:
-            ConfigError: `load_hf` does not support this value of `quantize`.
-        """
+        """Return a checkpoint whose matrices are converted to another kind when they are read; None changes nothing."""
         kind = kind_of(quantize)
         if quantize is None:
             return self
@@ -169,11 +164,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
 
 def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], GenerationConfig]:
-    """Return the result of `load_hf` with a `jax.ShapeDtypeStruct` in place of each array, without reading weights.
-
-    Raises:
-        CheckpointError, ConfigError: as in `load_hf`.
-    """
+    """Return the result of `load_hf` with a `jax.ShapeDtypeStruct` in place of each array, without reading weights."""
     wanted = float_dtype(dtype)
     checkpoint, cfg = _open(path, wanted, quantize)
 
@@ -215,7 +206,11 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     model = model_of(cfg)
     weights = check_params(params, model)
     arrays = tensors_of(weights)
-    _check_values(arrays)
+    if any(map(is_tracer, arrays.values())):
+        raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
+    if deleted := [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]:
+        reason = "being donated to a compiled function: use the function's result"
+        raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
     generation = cfg.to_hf()
     config = dataclasses.replace(model, dtype=np.dtype(weights[_EMBEDDING].dtype).name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
@@ -233,11 +228,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Check nested parameters, and return them as a flat dict with keys such as "model.norm.weight".
-
-    Raises:
-        CheckpointError: the parameters do not match the model; the message lists all problems.
-    """
+    """Check nested parameters, and return them as a flat dict with keys such as "model.norm.weight"."""
     given, problems = _flatten(separate(params, model))
     kinds = {type(weight): weight.name for weight in given.values() if isinstance(weight, Quantized)}
     if len(kinds) > 1:
@@ -248,16 +239,6 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     if problems:
         raise CheckpointError(problems)
     return weights
-
-
-def _check_values(arrays: Mapping[str, Any]) -> None:
-    """Raise an error if the values of an array cannot be read."""
-    if any(map(is_tracer, arrays.values())):
-        raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
-    deleted = [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]
-    if deleted:
-        reason = "being donated to a compiled function: use the function's result"
-        raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
 
 
 def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
@@ -292,12 +273,7 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """Convert `dtype` (a name, or anything else that numpy accepts) to a numpy dtype; None stays None.
-
-    Raises:
-        ConfigError: the dtype is not one of float32, bfloat16 and float16.
-        TypeError: numpy does not accept `dtype` as a dtype.
-    """
+    """Convert `dtype` (a name, or anything else that numpy accepts) to a numpy dtype; None stays None."""
     if dtype is None:
         return None
     try:
@@ -317,7 +293,15 @@ def write_arrays(
     """Write both configs and the weights to an empty directory; `weights` has the form that `check_params` returns."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
-    write_checkpoint(directory, config, generation, sizes, lambda name: to_host(arrays[name]), None, stem)
+
+    def read(name: str) -> np.ndarray:
+        array = arrays[name]
+        if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
+            # An array on an accelerator caches its numpy copy for as long as it lives, so copy a temporary array.
+            array = jax.device_put(array, array.sharding, may_alias=False)
+        return np.asarray(array)
+
+    write_checkpoint(directory, config, generation, sizes, read, None, stem)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -391,23 +375,21 @@ def _mismatch(
     are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
-    problems = []
-    for name, weight in weights.items():
-        allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
-        if str(weight.dtype) not in allowed:
-            file = source if tensors is None else tensors[name].file
-            problems.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")
-    if listed is not None:
-        missing = in_order(set(expected) - set(weights) - set(listed))
-        problems += [f"{source}: {name} {list(expected[name])} is missing" for name in missing]
+    dtypes, missing, shapes = [], [], []
     for name, weight in weights.items():
         file = source if tensors is None else tensors[name].file
+        allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
+        if str(weight.dtype) not in allowed:
+            dtypes.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")
         shape = list(weight.shape)
         if name not in expected:
-            problems.append(f"{file}: {name} {shape} is unexpected: the config has no such parameter")
+            shapes.append(f"{file}: {name} {shape} is unexpected: the config has no such parameter")
         elif shape != list(expected[name]):
-            problems.append(f"{file}: {name} has shape {shape}, the config needs {list(expected[name])}")
-    return problems
+            shapes.append(f"{file}: {name} has shape {shape}, the config needs {list(expected[name])}")
+    if listed is not None:
+        names = in_order(set(expected) - set(weights) - set(listed))
+        missing = [f"{source}: {name} {list(expected[name])} is missing" for name in names]
+    return dtypes + missing + shapes
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -419,26 +401,26 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     weights: dict[str, Any] = {}
     problems, attached = [], []
 
-    def walk(node: Any) -> Iterator[tuple[str, Any]]:
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
         for key, value in node.items():
             if not isinstance(key, str) or "." in key:
                 problems.append(f"params: the key {key!r} must be one part of a name, such as 'layers' or '0'")
-            elif isinstance(value, Mapping):
-                yield from ((f"{key}.{name}", leaf) for name, leaf in walk(value))
+                continue
+            name = prefix + key
+            if isinstance(value, Mapping):
+                walk(value, f"{name}.")
+            elif isinstance(value, np.ndarray | jax.Array | Quantized):
+                weights[name] = value
+            elif isinstance(value, LowRank | Adapters):
+                attached.append(name)
             else:
-                yield key, value
+                problems.append(f"params: {name} must be an array, got {type(value).__name__}")
 
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a nested dict of arrays, got {type(params).__name__}")
     if set(params) == {"params"}:
         raise CheckpointError(["params: these are the model's variables: pass their entry, variables['params']"])
-    for name, value in walk(params):
-        if isinstance(value, np.ndarray | jax.Array | Quantized):
-            weights[name] = value
-        elif isinstance(value, LowRank | Adapters):
-            attached.append(name)
-        else:
-            problems.append(f"params: {name} must be an array, got {type(value).__name__}")
+    walk(params, "")
     if attached:
         where = attached[0] + (" and others" if len(attached) > 1 else "")
         fault = f"params: {where}: low-rank updates are attached, which a checkpoint cannot store"

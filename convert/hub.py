@@ -20,10 +20,6 @@ from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.config import ModelConfig
 from jaxgen.text.json_file import fetch_again, read_json
 
-# All files that are read or copied, except the weights.
-SMALL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES)
-WEIGHTS = ("*.safetensors",)
-
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
 _LONGEST_ID = 96  # the hub's limit
@@ -58,15 +54,16 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     name, revision = match.groups()
     if revision is not None and not _REVISION.fullmatch(revision):
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
-    directory = _fetch(name, revision, SMALL_FILES)
+    all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES]
+    directory = _fetch(name, revision, all_but_weights)
     _check_config(model, directory)
-    directory = _fetch(name, directory.name, WEIGHTS)  # from the same commit, after which the directory is named
-    if not any(directory.glob(WEIGHTS[0])):
-        raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_IF_INTERRUPTED}")
+    directory = _fetch(name, directory.name, ["*.safetensors"])  # the directory is named after its commit
+    if not any(directory.glob("*.safetensors")):
+        raise InputError(f"{model} has no *.safetensors, and no other format of weights is read{_IF_INTERRUPTED}")
     return directory
 
 
-def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
     """Download a model's files unless they are cached, and return their directory in the cache."""
     try:
         from huggingface_hub import snapshot_download
@@ -77,13 +74,12 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
         raise InputError(f"{name} is not a directory: {advice}") from error
     try:
         with _checked_responses(get_session()):
-            folder = snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
-    except JaxgenError:
-        raise
+            folder = snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=["*/*"])
     except Exception as error:
         # The HTTP library differs between releases of huggingface_hub, but HfHubHTTPError and the library's errors have
         # a common base class. hf_xet raises RuntimeError.
-        if not isinstance(error, (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)):
+        expected = (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
+        if isinstance(error, JaxgenError) or not isinstance(error, expected):
             raise
         raise InputError(_explain(error, name, revision)) from error
     if not _COMMIT.fullmatch(Path(folder).name):

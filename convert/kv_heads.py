@@ -50,11 +50,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
 
 
 def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
-    """Return a checkpoint whose key and value projections are pooled when they are read.
-
-    Raises:
-        ConfigError: as in `pool_kv_heads`.
-    """
+    """Return a checkpoint whose key and value projections are pooled when they are read."""
     if checkpoint.kind:
         raise ConfigError(
             f"{checkpoint.path} is quantized, and its heads cannot be pooled: start from the original, or convert with "

@@ -16,8 +16,6 @@ from convert.errors import CheckpointError
 from convert.shards import plan, write_index
 from convert.tensors import Tensor, allocate_file, read_header
 
-_LONGEST_PATH = 4096  # bytes
-
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
     """Read a tensor onto several devices, one part each; read a part only once, even if several devices need it."""
@@ -34,13 +32,7 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
 
 
 def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
-    """Write arrays to a checkpoint's files. All processes must call this, and each writes its own parts.
-
-    `stem` is as in `plan`.
-
-    Raises:
-        CheckpointError: another process failed.
-    """
+    """Write arrays to a checkpoint's files. All processes must call this, and each writes its own parts."""
     sizes = {name: array.nbytes for name, array in arrays.items()}
     files = plan(sizes, None, stem)
     with _together(directory):
@@ -57,12 +49,7 @@ def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
 
 @contextlib.contextmanager
 def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the same `new_directory` in all processes; process 0 creates it, and renames it when the block exits.
-
-    Raises:
-        CheckpointError, OSError: in process 0, as in `new_directory`.
-        CheckpointError: in any other process, if process 0 failed or the process cannot see the directory.
-    """
+    """Yield the same `new_directory` in all processes; process 0 creates it, and renames it when the block exits."""
     with contextlib.ExitStack() as stack:
         path, error = "", None
         if jax.process_index() == 0:
@@ -70,7 +57,8 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 path = str(stack.enter_context(new_directory(target, overwrite=overwrite)))
             except (CheckpointError, OSError) as failure:  # the other processes are waiting for this result
                 error = failure
-        path = _told_by_first(path)
+        sent = np.frombuffer(path.encode().ljust(4096, b"\0"), np.ubyte)  # a path has at most 4096 bytes
+        path = np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().rstrip(b"\0").decode()
         if not path:
             raise error or CheckpointError([f"{target}: process 0 could not prepare it: see its message"])
         if not Path(path).is_dir():
@@ -106,8 +94,3 @@ def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             yield shard.index, np.asarray(shard.data)
-
-
-def _told_by_first(path: str) -> str:
-    sent = np.frombuffer(path.encode().ljust(_LONGEST_PATH, b"\0"), np.ubyte)
-    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().rstrip(b"\0").decode()

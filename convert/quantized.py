@@ -15,11 +15,10 @@ import numpy as np
 
 from convert.errors import CheckpointError
 from convert.shards import STEM
-from convert.tensors import DTYPES, STORED, Tensor
+from convert.tensors import DTYPES, NAMES, STORED, Tensor
 from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
-_NAMES = {dtype: name for name, dtype in STORED.items()}
 _CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 
 
@@ -125,7 +124,7 @@ def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
 
 def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, compute: Callable) -> _Computed:
     first, nbytes = jax.tree.leaves(source)[0], math.prod(shape) * dtype.itemsize
-    return _Computed(first.file, name, _NAMES[dtype], shape, first.offset, nbytes, source, compute)
+    return _Computed(first.file, name, NAMES[dtype], shape, first.offset, nbytes, source, compute)
 
 
 @dataclasses.dataclass(frozen=True)

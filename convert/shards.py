@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from convert.atomic_directory import replaced
@@ -24,8 +23,6 @@ MAX_SHARD = 5_000_000_000  # maximum total size in bytes of the tensors in one f
 
 # Constants that old versions of transformers saved with the weights, although the config determines them.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
-
-_PICKLED = (".bin", ".pt", ".pth")
 
 
 def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
@@ -68,7 +65,15 @@ def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STE
     `sizes` maps tensor names to sizes in bytes, in the order in which the tensors are written. A file contains at most
     `max_shard` bytes (None means `MAX_SHARD`), or a single larger tensor. File names begin with `stem`.
     """
-    shards = _shards(sizes, max_shard or MAX_SHARD)
+    limit = max_shard or MAX_SHARD
+    shards: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if shards[-1] and total + size > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(name)
+        total += size
     names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     return dict(zip(names if len(shards) > 1 else [f"{stem}.safetensors"], shards, strict=True))
 
@@ -102,17 +107,6 @@ def write_checkpoint(
     write_index(directory, files, sizes)
 
 
-def to_host(array: Any) -> np.ndarray:
-    """Return an array's values on the host without caching them in the array.
-
-    A jax array on an accelerator caches its numpy copy for as long as it lives, so a temporary copy of the array is
-    converted instead.
-    """
-    if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-        array = jax.device_put(array, array.sharding, may_alias=False)
-    return np.asarray(array)
-
-
 def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:
     """Write config.json, and generation_config.json if there is one."""
     write_json(directory / "config.json", config)
@@ -130,11 +124,7 @@ def _number(part: str) -> int:
 
 
 def checkpoint_directory(path) -> Path:
-    """Return `path` as a Path.
-
-    Raises:
-        CheckpointError: `path` is not a readable directory.
-    """
+    """Return `path` as a Path, or raise a CheckpointError if it is not a readable directory."""
     given, path = path, Path(path)
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):
@@ -188,7 +178,7 @@ def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str
     if found:
         names = ", ".join(file.name for file in found)
         return [], {}, [f"{path}: several files ({names}) and no {index} to say which belong together"]
-    pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
+    pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
     advice = "download the *.safetensors files too"
     if pickled:
         advice = (
@@ -202,16 +192,3 @@ def _is_file_name(name: Any) -> bool:
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
         return False
     return name.isprintable() and not {"/", "\\"} & set(name)
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split the names, in order, into groups of at most `limit` bytes; a larger tensor is a group by itself."""
-    shards: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if shards[-1] and total + size > limit:
-            shards.append([])
-            total = 0
-        shards[-1].append(name)
-        total += size
-    return shards

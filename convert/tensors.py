@@ -24,6 +24,7 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 # The same dtypes, and the integer dtypes of quantized weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
+NAMES = {dtype: name for name, dtype in STORED.items()}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # maximum bytes read or written per system call
@@ -60,7 +61,8 @@ class Tensor:
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
         """Read a part row by row, or all at once if it is contiguous; safetensors would read the whole tensor."""
-        result = np.empty(_shape(part, self.shape), STORED[self.dtype])
+        shape = [len(range(*axis.indices(size))) for axis, size in zip(part, self.shape, strict=True)]
+        result = np.empty(shape, STORED[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
             for offset, run in self.runs(part, result):
                 while run:  # the system may return less than requested
@@ -81,9 +83,7 @@ class Tensor:
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
         """Yield the contiguous pieces of a part of the tensor, each as an offset in the file and a view of `array`.
 
-        Args:
-            part: one slice per axis, for at most two axes.
-            array: the part's values, as a C-contiguous array.
+        `part` has one slice for each axis; there are at most two. `array` has the part's values and is C-contiguous.
         """
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
         width = math.prod(self.shape[1:]) * array.itemsize
@@ -130,9 +130,6 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
     safetensors checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
     which tensors are missing from a truncated file, so this function looks for these problems first.
-
-    Raises:
-        CheckpointError: the file is damaged or truncated; the message lists all problems.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):  # checked first, because opening a pipe would block
@@ -154,11 +151,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new file that transformers can load; C-contiguous arrays are not copied.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write arrays to a new file that transformers can load; C-contiguous arrays are not copied."""
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors ignores strides
@@ -170,17 +163,12 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Create a file of zeros with the names, dtypes and shapes of `arrays`, to be filled with `Tensor.write`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    names = {dtype: name for name, dtype in STORED.items()}
+    """Create a file of zeros with the names, dtypes and shapes of `arrays`, to be filled with `Tensor.write`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "xb") as stream:
@@ -194,10 +182,6 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
         return False
     bits = f"u{left.itemsize}"
     return np.array_equal(left.view(bits), right.view(bits))
-
-
-def _shape(part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(len(range(*axis.indices(size))) for axis, size in zip(part, shape, strict=True))
 
 
 def _open(file: Path) -> safe_open:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxgen import arguments
-from jaxgen.arguments import BAD_INPUT
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
@@ -21,7 +20,7 @@ _MODEL = "jaxgen"  # the name of this model type in the harness
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, which is 2 for bad input."""
     try:
-        options, rest = _parse(sys.argv[1:] if words is None else words)
+        options, rest = _parse(words)
         try:
             import lm_eval.models  # makes the harness register its own models first
             from lm_eval.__main__ import cli_evaluate
@@ -35,10 +34,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     except (JaxgenError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return arguments.BAD_INPUT
 
 
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return jaxgen's options, and the remaining words (the harness's options)."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -60,7 +59,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     most = "maximum tokens per answer if the task sets no limit (default: 256)"
     add("--max-gen-toks", type=arguments.count, default=256, metavar="N", help=most)
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help="keep compiled programs")
-    return parser.parse_known_args(list(words))
+    return parser.parse_known_args(words)
 
 
 def _model(options: argparse.Namespace) -> type:
@@ -86,12 +85,11 @@ def _model(options: argparse.Namespace) -> type:
                 params = fuse_projections(params, donate=True)
             sizes = {"slots": options.slots, "batch_tokens": options.batch_tokens}
             sizes |= {"max_length": options.max_length, "max_gen_toks": options.max_gen_toks}
-            harness = {name: given.pop(name) for name in ("batch_size", "max_batch_size", "device") if name in given}
-            if given:
+            if unknown := given.keys() - {"batch_size", "max_batch_size", "device"}:  # the harness adds these
                 raise InputError(
-                    f"--model_args has {min(given)}, which is not an option here: see --help for the model's options"
+                    f"--model_args has {min(unknown)}, which is not an option here: see --help for the model's options"
                 )
-            super().__init__(params, cfg, Tokenizer.from_pretrained(path), name=options.model, **sizes, **harness)
+            super().__init__(params, cfg, Tokenizer.from_pretrained(path), name=options.model, **sizes)
 
     return Loaded
 

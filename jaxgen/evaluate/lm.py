@@ -18,9 +18,6 @@ from jaxgen.errors import ConfigError, GenerationError, InputError
 from jaxgen.scoring.many import score_many
 from jaxgen.text.tokenizer import Tokenizer
 
-_SLOTS, _ANSWER = 32, 256
-_CACHED_TEXTS = 4
-
 
 class JaxgenLM(TemplateLM):
     """A model for `lm_eval.simple_evaluate` or `lm_eval.evaluate`.
@@ -43,7 +40,6 @@ class JaxgenLM(TemplateLM):
         slots: the number of answers generated at a time.
         batch_tokens: the approximate number of tokens in memory at a time, as in `score_many`.
         seed: the seed for requests that sample.
-        batch_size, max_batch_size, device: accepted from the harness, but ignored.
     """
 
     def __init__(
@@ -54,16 +50,12 @@ class JaxgenLM(TemplateLM):
         *,
         name: str = "jaxgen",
         max_length: int | None = None,
-        max_gen_toks: int = _ANSWER,
-        slots: int = _SLOTS,
+        max_gen_toks: int = 256,
+        slots: int = 32,
         batch_tokens: int | None = None,
         seed: int = 0,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
     ):
         super().__init__()
-        del batch_size, max_batch_size, device
         context = cfg.model.context_length
         if max_length is None and context is None:
             raise InputError("the model's config has no context length: set max_length")
@@ -72,7 +64,7 @@ class JaxgenLM(TemplateLM):
         self._params, self._cfg, self._tokenizer, self._name = params, cfg, tokenizer, name
         self._key = jax.random.key(seed)
         # The harness encodes a question's context once for each of its choices.
-        self._encode = functools.lru_cache(_CACHED_TEXTS)(self._encoded)
+        self._encode = functools.lru_cache(maxsize=4)(tokenizer.encode)
         ends = eos_list(cfg.eos_token_id)
         self._eot = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
         if self._eot is None:
@@ -101,10 +93,7 @@ class JaxgenLM(TemplateLM):
         """Return the ids of a string; if the string already begins with the bos token, do not add another."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
-        return list(self._encode(string, add_special_tokens))
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else ()
+        return list(self._encode(string, add_special_tokens=add_special_tokens)) if string else []
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the chat template, for the harness's report."""
@@ -120,10 +109,8 @@ class JaxgenLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return information about the model for the harness's report."""
-        return {"model": self._name, "model_dtype": self._cfg.model.dtype, "model_num_parameters": self._count()}
-
-    def _count(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self._params))
+        count = sum(leaf.size for leaf in jax.tree.leaves(self._params))
+        return {"model": self._name, "model_dtype": self._cfg.model.dtype, "model_num_parameters": count}
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any

@@ -23,11 +23,7 @@ State = TypeVar("State")
 def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
     """Write a tree of arrays, replacing the state of an earlier step; all processes of a mesh must call this.
 
-    Args:
-        directory: a directory that all processes share.
-        state: the tree.
-        step: the number of completed steps.
-        settings: identifies the run that the state belongs to.
+    All processes share `directory`. `step` is the number of completed steps. `settings` identifies the run.
     """
     jax.block_until_ready(state)  # on CPUs, two programs that communicate at the same time can deadlock
     with _states(directory) as states:
@@ -36,11 +32,7 @@ def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
 
 
 def has_state(directory: Path, settings: str) -> bool:
-    """Return True if `write_state` has written a state of this run.
-
-    Raises:
-        InputError: the state is from a run with different settings, or is damaged.
-    """
+    """Return True if `write_state` has written a state of this run."""
     if not (directory / _STATES).is_dir():
         return False
     with _states(directory) as states:
@@ -57,12 +49,7 @@ def has_state(directory: Path, settings: str) -> bool:
 def read_state(directory: Path, like: State) -> State:
     """Read the state that `write_state` wrote, and place its arrays on the devices given by `like`.
 
-    Args:
-        directory: as in `write_state`.
-        like: the tree, with a `jax.ShapeDtypeStruct` (including a sharding) in place of each array.
-
-    Raises:
-        InputError: the state is damaged.
+    `like` is the tree, with a `jax.ShapeDtypeStruct` (including a sharding) in place of each array.
     """
     with _states(directory) as states:
         return _read(states, "state", ocp.args.StandardRestore(like))
@@ -75,11 +62,7 @@ def remove_state(directory: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Create `directory` and keep other processes from training in it; remove it at the end if it is empty.
-
-    Raises:
-        InputError: another process is training there.
-    """
+    """Create `directory` and keep other processes from training in it; remove it at the end if it is empty."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = os.open(directory, os.O_RDONLY)
     try:
@@ -96,27 +79,22 @@ def alone_in(directory: Path) -> Iterator[None]:
             directory.rmdir()
 
 
-@contextlib.contextmanager
-def _states(directory: Path) -> Iterator[ocp.CheckpointManager]:
+def _states(directory: Path) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=1, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )
-    with ocp.CheckpointManager((directory / _STATES).absolute(), options=options) as manager:
-        yield manager
+    return ocp.CheckpointManager((directory / _STATES).absolute(), options=options)
 
 
 def _read(states: ocp.CheckpointManager, name: str, how: Any) -> Any:
     try:
         return states.restore(None, args=ocp.args.Composite(**{name: how}))[name]
     except Exception as error:  # orbax raises plain Exception for damaged data
-        raise InputError(f"{states.directory} is damaged: {_reason(error)}; remove it to start again") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of the root cause of an error."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).split("\n")[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = str(cause).split("\n")[0]
+        raise InputError(f"{states.directory} is damaged: {reason}; remove it to start again") from error
 
 
 def _digest(settings: str) -> str:

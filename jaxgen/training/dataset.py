@@ -175,7 +175,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return a function `batches(step)` that returns `rows` rows of the data, in a new order in each epoch.
 
-    A batch depends only on `step` and the arguments. If an epoch's last batch is not full, rows of the next fill it.
+    A batch depends only on `step` and the arguments. If an epoch's last batch is not full, the next epoch fills it.
 
     Raises:
         InputError: there is no data, or `rows` is less than 1.

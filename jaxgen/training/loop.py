@@ -69,7 +69,6 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
-        """Check the values."""
         at_least = {"steps": 1, "warmup": 0, "accumulate": 1, "final_rate": 0, "weight_decay": 0, "seed": 0}
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
@@ -168,15 +167,8 @@ class Metrics:
 
 def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, rngs=None):
     """Return the summed cross-entropy of a batch and the number of its labels, both as float32[]."""
-    out = forward(
-        model,
-        params,
-        jnp.asarray(batch.ids),
-        attention_mask=jnp.asarray(batch.segments) > 0,
-        segment_ids=jnp.asarray(batch.segments),
-        remat=remat,
-        rngs=rngs,
-    )
+    ids, segments = jnp.asarray(batch.ids), jnp.asarray(batch.segments)
+    out = forward(model, params, ids, attention_mask=segments > 0, segment_ids=segments, remat=remat, rngs=rngs)
     return next_token_loss(out.logits, jnp.asarray(batch.labels))
 
 
@@ -290,11 +282,7 @@ _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return True if `train` with these arguments would resume from a state in `directory`.
-
-    Raises:
-        InputError: the state is from a run with different settings, or is damaged.
-    """
+    """Return True if `train` with these arguments would resume from a state in `directory`; raise the same errors."""
     return has_state(directory, _settings(model, cfg, run))
 
 
