@@ -56,11 +56,6 @@ class Part:
         """The number of slots, S."""
         return self.keys.shape[2]
 
-    def first(self, slots: int) -> Part:
-        """Return only the first `slots` slots of the part."""
-        keys, values = jax.tree.map(lambda x: x[:, :, :slots], (self.keys, self.values))
-        return Part(keys, values, self.dtype)
-
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
         """Return the keys and values of `size` slots as floats; with `owner`, only for one row and kv head.
 
@@ -78,8 +73,7 @@ class Part:
                 return ScaledSlots(x.values.astype(self.dtype), x.scales)
             return as_numbers(x, self.dtype)
 
-        keys, values = numbers(jax.tree.map(cut, self.keys)), numbers(jax.tree.map(cut, self.values))
-        return keys, values
+        return numbers(jax.tree.map(cut, self.keys)), numbers(jax.tree.map(cut, self.values))
 
 
 def attention(
@@ -100,7 +94,7 @@ def attention(
 
     Returns:
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None; S counts the slots
-        of all parts. A query may see no key only if it is padding; its result is then finite.
+        of all parts. Only a padding query may see no key at all. Its result is then arbitrary, but finite.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -153,7 +147,7 @@ def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibili
 
     def attend(begin: int) -> jax.Array:
         end = min(begin + _CAUSAL_BLOCK, steps)
-        seen = last.first(start + end)
+        seen = jax.tree.map(lambda x: x[:, :, : start + end], last)
         return _output_at_once(q[:, :, begin:end], (*before, seen), visible.of_queries(begin, end, seen.slots))
 
     return jnp.concatenate([attend(begin) for begin in range(0, steps, _CAUSAL_BLOCK)], axis=2)
@@ -186,13 +180,10 @@ def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend one block of queries at a time, computing all of its scores at once."""
 
-    @jax.checkpoint
-    def attend(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-        q, queries, first = block
-        return _at_once(q, parts, dataclasses.replace(visible, queries=queries, first=first))[0]
+    def attend(q: jax.Array, visible: Visibility) -> jax.Array:
+        return _output_at_once(q, parts, visible)
 
-    size = min(_QUERY_BLOCK, q.shape[2])
-    return _join_queries(lax.map(attend, (_cut_queries(q, size), *visible.query_blocks(size))), q.shape[2])
+    return _block_by_block(attend, q, visible, _QUERY_BLOCK)
 
 
 def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
@@ -202,7 +193,6 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1]
-    size = min(_CPU_QUERY_BLOCK, steps)
 
     def attend(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
         index, q = inputs
@@ -210,16 +200,29 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
         owners = [(row // (batch // part.keys.shape[0]), head) for part in parts]
         in_row = visible.of_row(row)
 
-        def attend_block(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-            q, queries, first = block
-            seen = dataclasses.replace(in_row, queries=queries, first=first)
-            return _over_keys(q, parts, seen, _CPU_KEY_BLOCK, owners)
+        def attend_block(q: jax.Array, visible: Visibility) -> jax.Array:
+            return _over_keys(q, parts, visible, _CPU_KEY_BLOCK, owners)
 
-        blocks = (_cut_queries(q[None], size), *in_row.query_blocks(size))
-        return _join_queries(lax.map(attend_block, blocks), steps)[0]
+        return _block_by_block(attend_block, q[None], in_row, _CPU_QUERY_BLOCK)[0]
 
     q = q.reshape(batch * kv_heads, heads // kv_heads, steps, width)
     return lax.map(attend, (jnp.arange(batch * kv_heads), q)).reshape(batch, heads, steps, width)
+
+
+def _block_by_block(attend: Callable, q: jax.Array, visible: Visibility, size: int) -> jax.Array:
+    """Apply `attend(q, visible)` to `size` queries at a time. A gradient recomputes one block at a time, too."""
+    batch, heads, steps, width = q.shape
+    size = min(size, steps)
+
+    @jax.checkpoint
+    def attend_block(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        q, queries, first = block
+        return attend(q, dataclasses.replace(visible, queries=queries, first=first))
+
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -steps % size), (0, 0)))
+    q = jnp.moveaxis(q.reshape(batch, heads, -1, size, width), 2, 0)
+    out = jnp.moveaxis(lax.map(attend_block, (q, *visible.query_blocks(size))), 0, 2)
+    return out.reshape(batch, heads, -1, width)[:, :, :steps]
 
 
 def _over_keys(
@@ -317,15 +320,3 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
 
 _recomputed_at_once = workarounds.recomputed(_short_inputs)
 _recomputed_in_blocks = workarounds.recomputed(_in_blocks, _over_queries)
-
-
-def _cut_queries(q: jax.Array, size: int) -> jax.Array:
-    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`; the last block is padded with zeros."""
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
-    return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
-
-
-def _join_queries(blocks: jax.Array, steps: int) -> jax.Array:
-    """Join the blocks `[blocks, B, A, size, H]` into `[B, A, steps, H]`."""
-    out = jnp.moveaxis(blocks, 0, 2)
-    return out.reshape(*out.shape[:2], -1, out.shape[4])[:, :, :steps]

@@ -73,16 +73,10 @@ class KVCache:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
         dtype = jnp.dtype(dtype or cfg.dtype)
         scaled = dtype == SCALED
-        shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
-        return cls._empty(shape, cfg.num_hidden_layers, cfg.dtype if scaled else dtype.name, scaled)
-
-    @classmethod
-    def _empty(
-        cls, shape: tuple[int, ...], layers: int, dtype: str, scaled: bool, prefix: KVCache | None = None
-    ) -> KVCache:
-        buffers = [empty_slots(shape, dtype, scaled) for _ in range(2 * layers)]
-        length = jnp.zeros(shape[0], jnp.int32)
-        return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
+        name = cfg.dtype if scaled else dtype.name
+        layers, shape = cfg.num_hidden_layers, (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
+        buffers = [empty_slots(shape, name, scaled) for _ in range(2 * layers)]
+        return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), jnp.zeros(rows, jnp.int32), dtype=name)
 
     def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
         """Return an empty cache of `slots` slots that extends this one, with `copies` rows for each row of this cache.
@@ -94,15 +88,18 @@ class KVCache:
         rows = self.rows * copies
         if not shared:
             return dataclasses.replace(self.empty_rows(rows, slots), prefix=self)
-        empty = dataclasses.replace(self.empty_rows(self.rows, slots * copies), prefix=self)
+        empty = self.empty_rows(self.rows, slots * copies)
         length, owners = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, slots), jnp.int32)
-        return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
+        return dataclasses.replace(empty, prefix=self, length=length, owners=owners, writers=copies)
 
     def empty_rows(self, rows: int, slots: int) -> KVCache:
         """Return an empty cache of these sizes with the same storage format and prefix."""
-        _, heads, _, size = self.keys[0].shape
-        scaled = isinstance(self.keys[0], ScaledSlots)
-        return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, scaled, self.prefix)
+
+        def empty(x: jax.Array) -> jax.Array:
+            return jnp.zeros((rows, x.shape[1], slots, *x.shape[3:]), x.dtype)
+
+        keys, values = jax.tree.map(empty, (self.keys, self.values))
+        return KVCache(keys, values, jnp.zeros(rows, jnp.int32), self.prefix, dtype=self.dtype)
 
     def grow(self, slots: int) -> KVCache:
         """Return a copy with `slots` more slots. Rows must not share slots."""

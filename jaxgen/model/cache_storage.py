@@ -44,9 +44,12 @@ def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
 def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
     """Convert floats `[n, K, T, H]` to the format in which a cache of `dtype` stores them."""
     x = x.astype(dtype)
-    if int8:
-        return _quantize(x.astype(jnp.float32))
-    return x if stored_dtype(dtype) == x.dtype else lax.bitcast_convert_type(x, stored_dtype(dtype))
+    if not int8:
+        return x if stored_dtype(dtype) == x.dtype else lax.bitcast_convert_type(x, stored_dtype(dtype))
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
+    values = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
+    return ScaledSlots(values.astype(jnp.int8), scales)
 
 
 def as_numbers(x: Slots, dtype: str) -> jax.Array:
@@ -59,9 +62,8 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. Each row and head
-    has its own scatter. XLA can therefore write in place inside a loop, even if rows write to different slots, and
-    locally on each device of a mesh.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head has its own scatter. XLA can therefore write
+    in place inside a loop, even if rows write to different slots, and locally on each device of a mesh.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 
@@ -76,9 +78,3 @@ def _write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         slots = slots.reshape(rows, -1)
     slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
     return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
-
-
-def _quantize(x: jax.Array) -> ScaledSlots:
-    scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
-    values = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
-    return ScaledSlots(values.astype(jnp.int8), scales)

@@ -28,11 +28,10 @@ from jax import lax
 
 from jaxgen.errors import InputError
 from jaxgen.model import workarounds
-from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import KVCache
 from jaxgen.model.cache_storage import ScaledSlots, as_stored, write
-from jaxgen.model.config import ModelConfig
+from jaxgen.model.config import ACTIVATIONS, ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
@@ -183,6 +182,13 @@ class MLP(nn.Module):
         return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated, context)
 
 
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Return the elementwise function with this name. It computes in float32 and rounds once, as torch does."""
+    function, options = ACTIVATIONS[name]
+    apply = functools.partial(getattr(jax.nn, function), **options)
+    return lambda x: apply(x.astype(jnp.float32)).astype(x.dtype)
+
+
 @functools.cache
 def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     act = activation(name)
@@ -301,8 +307,8 @@ class CausalLM(nn.Module):
             cache: the cache of the preceding tokens, to which the new tokens are appended; None for a pass without one.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
-            key_mask: bool[B, n], True for those of a row's first n tokens (not counting padding) that may be attended
-                to; by default, all. Later tokens may always be attended to.
+            key_mask: bool[B, n], for the first n tokens of each row, not counting padding: True if a token may be
+                attended to. By default, all may. Later tokens may always be attended to.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.

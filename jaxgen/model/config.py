@@ -7,19 +7,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxgen.errors import ConfigError, shown
-from jaxgen.model.activations import ACTIVATIONS
 from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of, one_of, positive, read_fields, whole
 from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS = 10_000  # limits the program's size if a config.json is damaged
+
+# The jax.nn function for each `hidden_act`, and its options. Names are enough, so this module does not import jax.
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "silu": ("silu", {}),
+    "relu": ("relu", {}),
+    "gelu": ("gelu", {"approximate": False}),
+    "gelu_new": ("gelu", {"approximate": True}),
+    "gelu_pytorch_tanh": ("gelu", {"approximate": True}),
+}
 
 # Most fields that affect results are required, although transformers has defaults for them.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
     "intermediate_size": whole(1),
-    "num_hidden_layers": whole(1, most=MOST_LAYERS),
+    "num_hidden_layers": whole(1, most=10_000),  # limits the program's size if a config.json is damaged
     "num_attention_heads": whole(1),
     "num_key_value_heads": whole(1),
     "head_dim": whole(1, None),
@@ -32,7 +39,7 @@ _FIELDS: dict[str, Field] = {
     "use_sliding_window": flag(False),
     "sliding_window": whole(1, None),
     "max_window_layers": whole(0, None),
-    "layer_types": list_of((FULL, SLIDING), None),
+    "layer_types": list_of((FULL, SLIDING)),
     "initializer_range": fraction(0.02),
     "attention_dropout": fraction(0.0),
 }

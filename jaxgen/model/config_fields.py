@@ -44,7 +44,7 @@ def positive(default: Any = REQUIRED) -> Field:
     )
 
 
-def fraction(default: Any = REQUIRED) -> Field:
+def fraction(default: float) -> Field:
     """Return a field for a number from 0 to 1."""
     return Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1), default, float)
 
@@ -54,20 +54,19 @@ def flag(default: Any = REQUIRED) -> Field:
     return Field("true or false", lambda value: type(value) is bool, default)
 
 
-def one_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
+def one_of(names: Iterable[str]) -> Field:
     """Return a field for one of these strings."""
     names = tuple(names)
-    return Field(f"one of {', '.join(names)}", lambda value: value in names, default)
+    return Field(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-def list_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
-    """Return a field for a list of some of these strings."""
-    names = tuple(names)
+def list_of(names: tuple[str, ...]) -> Field:
+    """Return an optional field for a list of some of these strings."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(name in names for name in value)
 
-    return Field(f"a list of {', '.join(names)}", fits, default)
+    return Field(f"a list of {', '.join(names)}", fits, None)
 
 
 def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -1,7 +1,4 @@
-"""Model families: one record per architecture, with its differences from the shared decoder.
-
-To support a new config.json key, add an entry to `_FIELDS` and a field to `ModelConfig`, both in config.py.
-"""
+"""Model families: one record per architecture, with its differences from the shared decoder."""
 
 from __future__ import annotations
 

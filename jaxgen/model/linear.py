@@ -61,7 +61,6 @@ def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):
 
 
 def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
-    del divided
     rows, weight = operands
     change = change.astype(weight.dtype)
     to_rows, to_weight = _contract(change, weight, 1, 0), _contract(change, rows, 0, 0)

@@ -91,11 +91,6 @@ def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
-def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the tokens' indices, with `EMPTY` where `mask bool[B, T]` is False (padding)."""
-    return jnp.where(mask, order, EMPTY)
-
-
 def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
     """Return `order`, with `EMPTY` for the keys whose `key_mask` is False.
 
@@ -150,7 +145,7 @@ def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
 
 
 def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
-    if isinstance(length, Tracer) or isinstance(start, Tracer):
+    if isinstance(length, Tracer):
         return
     if int(jnp.min(start)) < 0:
         raise InputError(f"cache_position must be at least {cache.offset}, the cache's first slot after its prefix")
@@ -209,7 +204,7 @@ def place(
         if cache_position is not None:
             raise InputError("cache_position needs a cache: pass cache too, or leave cache_position out")
         order = row_order(mask, jnp.zeros(batch, jnp.int32))
-        slots, overflow, orders = None, None, [key_order(order, mask)]
+        slots, overflow, orders = None, None, [jnp.where(mask, order, EMPTY)]
         if segment_ids is not None:
             first = first_of_segment(order, _per_token("segment_ids", segment_ids, batch, steps))
     else:

@@ -43,7 +43,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     Both follow transformers' `ROPE_INIT_FUNCTIONS`: linear is position interpolation (arXiv 2306.15595), llama3 comes
     from the Llama 3.1 release, and yarn is arXiv 2309.00071.
     """
-    plain = _inv_freq(rope.theta, head_dim)
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    plain = np.float32(1.0) / np.float32(rope.theta) ** exponent
     if rope.type == "linear":
         assert rope.factor is not None
         return plain / np.float32(rope.factor), 1.0
@@ -52,11 +53,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.type == "yarn":
         return _yarn(rope, plain, head_dim)
     return plain, 1.0
-
-
-def _inv_freq(theta: float, head_dim: int) -> np.ndarray:
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return np.float32(1.0) / np.float32(theta) ** exponent
 
 
 def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
@@ -83,7 +79,7 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    """Interpolate dimensions that rotate slowly, extrapolate those that rotate fast, and blend in between."""
+    """Interpolate slowly rotating dimensions, extrapolate fast ones, and blend in between."""
     original = rope.original_max_position_embeddings
     assert rope.factor is not None
     assert original is not None

@@ -69,7 +69,13 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
     order = [mesh.axis_names.index(name) for name in _AXES if name in shape]
     devices = mesh.devices.transpose(order)
     parts = shape.get("model", 1) * shape.get("copies", 1)
-    _check_parts(model, parts)
+    if not _fits(model, parts):
+        allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]
+        raise InputError(
+            f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes (num_attention_heads="
+            f"{model.num_attention_heads}, num_key_value_heads={model.num_key_value_heads}, intermediate_size="
+            f"{model.intermediate_size}, vocab_size={model.vocab_size}): it must be one of {allowed}"
+        )
     heads = math.gcd(model.num_key_value_heads, parts)
     devices = devices.reshape(shape.get("data", 1), heads, parts // heads)
     return Mesh(devices, _AXES, axis_types=(AxisType.Auto,) * 3)
@@ -109,17 +115,12 @@ def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None 
 
 def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
     """Return the sharding of each array of a parameter, in a tree with the parameter's structure."""
-    specs = weight.specs(spec_of(name)) if isinstance(weight, Weight) else spec_of(name)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-def spec_of(name: str) -> PartitionSpec:
-    """Return the `PartitionSpec` of the parameter with this dotted name."""
     layer, _, kind = name.rpartition(".")
-    matrix = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
-    if matrix == REPLICATED or kind == "weight":
-        return matrix
-    return PartitionSpec(matrix[0])
+    spec = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
+    if kind != "weight" and spec != REPLICATED:
+        spec = PartitionSpec(spec[0])
+    specs = weight.specs(spec) if isinstance(weight, Weight) else spec
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def mesh_of(params: Any) -> Mesh | None:
@@ -148,7 +149,7 @@ def rows_on(mesh: Mesh | None, rows: int) -> int:
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Shard host arrays `[rows, ...]` over a mesh if `data` divides the number of rows; else, return them unchanged."""
+    """Shard host arrays `[rows, ...]` over a mesh if `data` divides `rows`; otherwise, return them unchanged."""
     if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
         return tree
     sharding = NamedSharding(mesh, ROWS)
@@ -210,19 +211,8 @@ def sharded_top_k(
     return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=result, check_vma=False)(x, values)
 
 
-def _check_parts(model: ModelConfig, parts: int) -> None:
-    """Raise an error if a model cannot be divided into this many parts."""
-    if _fits(model, parts):
-        return
-    allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]
-    raise InputError(
-        f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes (num_attention_heads="
-        f"{model.num_attention_heads}, num_key_value_heads={model.num_key_value_heads}, intermediate_size="
-        f"{model.intermediate_size}, vocab_size={model.vocab_size}): it must be one of {allowed}"
-    )
-
-
 def _fits(model: ModelConfig, parts: int) -> bool:
+    """Return True if a model can be divided into this many parts."""
     whole = (model.num_attention_heads, model.intermediate_size, model.vocab_size)
     heads = model.num_key_value_heads
     return not any(size % parts for size in whole) and (heads % parts == 0 or parts % heads == 0)

@@ -428,7 +428,7 @@ def test_every_record_is_consistent(option):
     assert option.doc or option.refused
     for value in option.examples:
         parsed = option.parse(value)
-        assert option.is_on(parsed)
+        assert not option.kind.is_off(parsed)
         assert option.parse(parsed) == parsed
         assert option.kind.leaf(parsed) is not None
     if option.instead_of:

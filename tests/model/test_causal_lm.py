@@ -9,8 +9,8 @@ import pytest
 
 from jaxgen import CausalLM, InputError, KVCache
 from jaxgen.model import workarounds
-from jaxgen.model.activations import ACTIVATIONS, activation
-from jaxgen.model.causal_lm import RMSNorm, param_shapes
+from jaxgen.model.causal_lm import RMSNorm, activation, param_shapes
+from jaxgen.model.config import ACTIVATIONS
 from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()

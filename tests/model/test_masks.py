@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import KVCache
 from jaxgen.model.cache import EMPTY
-from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
+from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, place, row_order
 from tests.support.models import model_config
 
 
@@ -65,9 +65,9 @@ def test_query_blocks_are_padded_with_the_last_query():
 
 def test_padding_is_not_counted_in_the_order_and_is_not_a_key():
     mask = jnp.asarray([[False, True, True, False, True]])
-    order = row_order(mask, jnp.asarray([3]))
-    assert order.tolist() == [[2, 3, 4, 4, 5]]
-    assert key_order(order, mask).tolist() == [[EMPTY, 3, 4, EMPTY, 5]]
+    assert row_order(mask, jnp.asarray([3])).tolist() == [[2, 3, 4, 4, 5]]
+    placement, _, _ = place(model_config(), jnp.zeros((1, 5, 32)), mask, None, None, None, None, None)
+    assert placement.visible.keys[0].tolist() == [[EMPTY, 0, 1, EMPTY, 2]]
 
 
 def test_hidden_keys_are_empty_and_later_ones_stay():
