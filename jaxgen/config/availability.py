@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 
@@ -123,12 +123,10 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
     """Reset options that the compiled loop does not read, so that they do not change the program; set the pad id."""
     cfg = cfg.reset([*_HOST, *[option.name for option in cfg.unread()]])
-    return cfg if cfg.on("pad_token_id") else cfg.replace(pad_token_id=_first_eos(cfg.eos_token_id))
-
-
-def _first_eos(eos: Any) -> Any:
-    """Return the first eos id, which is the default pad id; 0 if there is no eos id."""
-    if not is_tracer(eos):
-        return (eos_list(eos) or [0])[0]
-    ids = jnp.ravel(eos)
-    return ids[jnp.argmax(ids >= 0)]
+    if cfg.on("pad_token_id"):
+        return cfg
+    # The default pad id is the first eos id, or 0 if there is no eos id.
+    if not is_tracer(cfg.eos_token_id):
+        return cfg.replace(pad_token_id=(eos_list(cfg.eos_token_id) or [0])[0])
+    ids = jnp.ravel(cfg.eos_token_id)
+    return cfg.replace(pad_token_id=ids[jnp.argmax(ids >= 0)])

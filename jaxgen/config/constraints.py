@@ -95,14 +95,10 @@ class ConstraintKind(Kind):
     traced = True
     ranks = 3
 
-    def constraints(self, value: Any) -> tuple[Constraint, ...]:
-        """Return the constraints of a concrete value in normal form."""
-        raise NotImplementedError
-
     def leaf(self, value: Any) -> Any:
         if not isinstance(value, tuple):
             return value
-        return _table([constraint.alternatives for constraint in self.constraints(value)])
+        return _table([_constraint(word).alternatives for word in value])
 
     def tokens(self, value: Any) -> list[int]:
         return [token for phrase in self.phrases(value) for token in phrase]
@@ -112,8 +108,8 @@ class ConstraintKind(Kind):
         if value is None or is_tracer(value):
             return []
         # In a config that jax has unflattened, the constraints are an array.
-        constraints = map(_constraint, _untable("constraints", value)) if is_array(value) else self.constraints(value)
-        return [phrase for constraint in constraints for phrase in constraint.alternatives]
+        words = _untable("constraints", value) if is_array(value) else value
+        return [phrase for word in words for phrase in _constraint(word).alternatives]
 
 
 class ForcedWords(ConstraintKind):
@@ -132,12 +128,9 @@ class ForcedWords(ConstraintKind):
                 f"[[id, ...], ...], got {value!r}; text is encoded with the tokenizer first"
             )
         try:
-            return tuple(_frozen(word, _constraint(word)) for word in words)
+            return tuple(_ids(_constraint(word)) for word in words)
         except (ConfigError, TypeError) as error:
             raise type(error)(f"{name}: {error}") from None
-
-    def constraints(self, value: Any) -> tuple[Constraint, ...]:
-        return tuple(map(_constraint, as_lists(value)))
 
 
 class Constraints(ConstraintKind):
@@ -162,13 +155,14 @@ class Constraints(ConstraintKind):
                 raise TypeError(f"{name} must contain only {kinds}, which can be compiled, got {other}")
         return tuple(value)
 
-    def constraints(self, value: Any) -> tuple[Constraint, ...]:
-        return value
-
 
 def as_forced_words(constraints: Sequence[Constraint]) -> list:
     """Return constraints in the form of `force_words_ids`."""
-    return [as_lists(c.token_ids if isinstance(c, PhrasalConstraint) else c.nested_token_ids) for c in constraints]
+    return [as_lists(_ids(constraint)) for constraint in constraints]
+
+
+def _ids(constraint: Constraint) -> Any:
+    return constraint.token_ids if isinstance(constraint, PhrasalConstraint) else constraint.nested_token_ids
 
 
 def _phrase(name: str, phrase: Any, given: Any) -> Phrase:
@@ -180,13 +174,11 @@ def _phrase(name: str, phrase: Any, given: Any) -> Phrase:
     return tuple(checked_id(name, token, given) for token in ids)
 
 
-def _constraint(word: list) -> Constraint:
-    """Return the constraint for a list of ids or for a list of such lists."""
-    return PhrasalConstraint(word) if depth(word) < 2 else DisjunctiveConstraint(word)
-
-
-def _frozen(word: list, constraint: Constraint) -> Any:
-    return constraint.alternatives if depth(word) == 2 else constraint.alternatives[0]
+def _constraint(word: Any) -> Constraint:
+    """Return the constraint for a phrase or for a list of alternative phrases; leave a constraint unchanged."""
+    if isinstance(word, Constraint):
+        return word
+    return PhrasalConstraint(word) if depth(as_lists(word)) < 2 else DisjunctiveConstraint(word)
 
 
 def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
@@ -200,11 +192,10 @@ def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
 
 def _untable(name: str, table: Any) -> list:
     """Return each constraint in a table as its phrase or, if it has several alternatives, as a list of phrases."""
-    words = as_lists(table)
     if np.ndim(table) != 3:
         raise ConfigError(
             f"{name} as an array must have 3 axes, [constraints, alternatives, ids], got shape {list(np.shape(table))}"
         )
-    words = [[[token for token in phrase if token != -1] for phrase in phrases] for phrases in words]
+    words = [[[token for token in phrase if token != -1] for phrase in phrases] for phrases in as_lists(table)]
     words = [[phrase for phrase in phrases if phrase] for phrases in words]
     return [phrases[0] if len(phrases) == 1 else phrases for phrases in words if phrases]

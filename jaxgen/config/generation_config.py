@@ -44,32 +44,19 @@ DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
 _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.per_prompt and not option.host}
-_OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is not None)
-_REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Inherited:
     """Names of the options that the checkpoint sets. All instances are equal, so names never cause recompilation."""
 
-    names: frozenset[str] = frozenset()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Inherited)
-
-    def __hash__(self) -> int:
-        return 0
+    names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class _InRequest:
     """Placeholder for an option value that is in the requests instead. It is not equal to any neutral value."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _InRequest)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 IN_REQUEST = _InRequest()
@@ -122,19 +109,19 @@ class GenerationConfig(GenerationOptions):
     _inherited = _Inherited()
     # The names of the options that are on.
     enabled: ClassVar[frozenset[str]] = frozenset(
-        name for name, option in OPTIONS.items() if option.is_on(option.default)
+        name for name, option in OPTIONS.items() if not option.kind.is_off(option.default)
     )
 
     def __post_init__(self):
-        given = {option.name: getattr(self, option.name) for option in OPTIONS.values()}
-        given = {name: value for name, value in given.items() if value is not OPTIONS[name].default}
+        values = vars(self)
+        given = {name: values[name] for name, option in OPTIONS.items() if values[name] is not option.default}
         self._set(given)
         refuse_values(self, given)
         _refuse_endless(self)
 
     def _set(self, fields: Mapping[str, Any]) -> None:
         values = {name: OPTIONS[name].parse(value) for name, value in fields.items() if name != "model"}
-        on = {name for name, value in values.items() if OPTIONS[name].is_on(value)}
+        on = {name for name, value in values.items() if not OPTIONS[name].kind.is_off(value)}
         vars(self).update({**fields, **values}, enabled=self.enabled.difference(values) | on)
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
@@ -160,11 +147,10 @@ class GenerationConfig(GenerationOptions):
         Each value is a pytree of arrays, with one entry for all prompts or one for each. In the config, `IN_REQUEST`
         replaces these values, so that the options remain on.
         """
-        given = vars(self)
         values = {
             name: leaf
             for name, option in _PER_PROMPT.items()
-            if name in self.enabled and (leaf := option.kind.leaf(given[name])) is not None
+            if name in self.enabled and (leaf := option.kind.leaf(getattr(self, name))) is not None
         }
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
@@ -217,8 +203,8 @@ class GenerationConfig(GenerationOptions):
             if option.kind.prompt_count(value) is not None:
                 raise ConfigError(f"{name} has one value per prompt; generation_config.json stores only one value")
             if option.kind.traced:
-                value = option.parse(jax.tree.map(_on_host, value))
-            both_off = not option.is_on(value) and not option.is_on(option.default)
+                value = option.parse(jax.device_get(value))
+            both_off = option.kind.is_off(value) and option.kind.is_off(option.default)
             if option.since != "jaxgen" and value != option.default and not (option.kind.traced and both_off):
                 fields[name] = thawed(value)
         if "constraints" in fields:  # objects, which JSON cannot store
@@ -275,7 +261,7 @@ class GenerationConfig(GenerationOptions):
     def unread(self) -> list[Option]:
         """Return the options that the decode mode does not read."""
         modes = {self.mode, SAMPLE} if self.on("do_sample") else {self.mode}
-        return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
+        return [option for option in OPTIONS.values() if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
         """Split into the traced values and the static fields."""
@@ -290,8 +276,8 @@ class GenerationConfig(GenerationOptions):
         if isinstance(self.do_sample, bool):
             static["do_sample"] = self.do_sample
         # In contrastive search, top_k also determines array sizes.
-        draws_or_beams = self.on("do_sample") or self.num_beams > 1
-        if self.on("penalty_alpha") and isinstance(self.top_k, int) and not draws_or_beams:
+        contrastive = self.on("penalty_alpha") and self.num_beams == 1 and not self.on("do_sample")
+        if contrastive and isinstance(self.top_k, int):
             static["top_k"] = self.top_k
         on = [name in self.enabled and name not in static for name in TRACED]
         leaves = [
@@ -325,19 +311,13 @@ class GenerationConfig(GenerationOptions):
         )
 
     def __repr__(self) -> str:
-        fields = {name: getattr(self, name) for name in _NAMES}
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = [f"{name}={value!r}" for name, value in fields.items() if is_array(value) or value != defaults[name]]
-        return f"GenerationConfig({', '.join(shown)})"
+        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        given = [f"{field.name}={value!r}" for field, value in values if is_array(value) or value != field.default]
+        return f"GenerationConfig({', '.join(given)})"
 
 
 def model_of(cfg: GenerationConfig) -> ModelConfig:
-    """Return a generation config's `model`, after checking that it is set.
-
-    Raises:
-        ConfigError: `cfg.model` is None.
-        TypeError: `cfg` is not a GenerationConfig.
-    """
+    """Return `cfg.model`. Raise ConfigError if it is None, and TypeError if `cfg` is not a GenerationConfig."""
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(
             f"cfg must be a GenerationConfig, got {type(cfg).__name__}: load_hf(path) returns one with the parameters, "
@@ -365,14 +345,10 @@ def _vocabulary(cfg: GenerationConfig) -> int | None:
     return None if cfg.model is None else cfg.model.vocab_size
 
 
-def _on_host(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, jax.Array) else value
-
-
 def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> None:
     """Raise an error if an option in `names` has a value that is not offered."""
-    for option in _REFUSED:
-        if option.name not in names:
+    for option in OPTIONS.values():
+        if not option.refused or option.name not in names:
             continue
         value = getattr(cfg, option.name)
         if value is not option.default and option.is_given(value) and value not in option.offered:
@@ -410,10 +386,9 @@ def _check(cfg: GenerationConfig) -> None:
 
 
 def _check_beams(cfg: GenerationConfig) -> None:
-    if cfg.constrained:
+    if cfg.constrained and (cfg.do_sample or cfg.num_beam_groups != 1):
         name = "constraints" if cfg.constraints is not None else "force_words_ids"
-        if cfg.do_sample or cfg.num_beam_groups != 1:
-            raise ConfigError(f"{name} works with plain beam search: set do_sample=False and num_beam_groups=1")
+        raise ConfigError(f"{name} works with plain beam search: set do_sample=False and num_beam_groups=1")
     if cfg.on("diversity_penalty") or cfg.num_beam_groups != 1:
         if cfg.do_sample:
             raise ConfigError("num_beam_groups and diversity_penalty need do_sample=False")

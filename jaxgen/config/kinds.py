@@ -100,11 +100,8 @@ class Static(Kind):
         return not value
 
 
-@dataclasses.dataclass(frozen=True)
 class Anything(Static):
     """A value that is not checked."""
-
-    neutral: Any = None
 
     def parse(self, name: str, value: Any) -> Any:
         return frozen(value)
@@ -147,13 +144,10 @@ class StaticInteger(Static):
         return value
 
 
-class Seconds(Static):
-    """A number of seconds."""
+class Seconds(Kind):
+    """A number of seconds. 0 is a valid limit, so only None means off."""
 
     type_name = "float"
-
-    def is_off(self, value: Any) -> bool:
-        return value is None  # 0 seconds is a valid limit
 
     @property
     def allowed(self) -> str:
@@ -236,7 +230,6 @@ class Text(Static):
 # --- Traced values ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class Flags(Flag):
     """A bool for all prompts, which is part of the program, or one bool per prompt. The leaf is None or bool[B]."""
 
@@ -270,16 +263,13 @@ class Flags(Flag):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Number(Kind):
+class Real(Kind):
     """A finite number, or one per prompt. The leaf is a scalar or `[B]`.
 
     Attributes:
-        neutral: the neutral value.
         also_off: a second value that means off.
         above, least, most, below: bounds; `above` and `below` are exclusive.
         hint: advice for a value outside the bounds.
-        per_prompt: True if one value per prompt is allowed.
-        optional: True if None is allowed and means a default other than the neutral value.
     """
 
     neutral: Any = None
@@ -311,7 +301,8 @@ class _Number(Kind):
             raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
         must_be_whole = self.array_dtype is not np.float32
         whole = isinstance(value, int) or np.issubdtype(array.dtype, np.integer)
-        if not whole and (must_be_whole or not _is_real(array.dtype)):
+        real = "float" in array.dtype.name  # also bfloat16, which numpy does not classify as a floating-point type
+        if not whole and (must_be_whole or not real):
             kind = "a whole number" if must_be_whole else "a number"
             raise TypeError(f"{name} must be {kind}, got {value!r}")
         if array.ndim > self.per_prompt:
@@ -357,11 +348,7 @@ class _Number(Kind):
         return {sign: bound for sign, bound in bounds.items() if bound is not None}
 
 
-class Real(_Number):
-    """A real number, or one per prompt."""
-
-
-class Integer(_Number):
+class Integer(Real):
     """An integer, or one per prompt."""
 
     type_name = "int"
@@ -414,8 +401,3 @@ class DecayPair(Kind):
 
     def off_leaf(self, entries: int, width: int) -> Any:
         return np.int32(INT32_MAX), np.float32(1)
-
-
-def _is_real(dtype: np.dtype) -> bool:
-    """Return True for floating-point dtypes, including bfloat16, which numpy does not classify as such."""
-    return dtype.kind == "f" or "float" in dtype.name

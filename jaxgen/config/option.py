@@ -13,12 +13,8 @@ from jaxgen.config.values import is_array, is_tracer
 
 # Decode modes, by the names of transformers' GenerationMode.
 GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
-BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
-    "beam_search",
-    "beam_sample",
-    "group_beam_search",
-    "constrained_beam_search",
-)
+BEAM, BEAM_SAMPLE = "beam_search", "beam_sample"
+GROUP_BEAM, CONSTRAINED = "group_beam_search", "constrained_beam_search"
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
@@ -85,21 +81,15 @@ class Option:
             return self.default
         return self.kind.parse(self.name, value)
 
-    def is_on(self, value: Any) -> bool:
-        """Return True if a value in normal form is not the neutral value."""
-        return not self.kind.is_off(value)
-
     def is_given(self, value: Any) -> bool:
         """Return True if a value in normal form differs from the default and is not off."""
-        if value is self.default:
-            return False
         if is_array(value):
             if is_tracer(value) or value.ndim:
                 return True
             value = value.item()
         if isinstance(value, bool) or isinstance(self.default, bool):
             return bool(value) != bool(self.default)
-        return value != self.default and self.is_on(value) and value not in ((), {})
+        return value != self.default and not self.kind.is_off(value) and value not in ((), {})
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:

@@ -74,8 +74,7 @@ class WatermarkingConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return all fields as a dict of Python numbers and strings."""
-        fields = {name: getattr(self, name) for name in _KINDS}
-        return {name: np.asarray(value).item() if name in _TRACED else value for name, value in fields.items()}
+        return {name: np.asarray(getattr(self, name)).item() for name in _KINDS}
 
     def tree_flatten(self):
         """Split into the traced values and the static fields."""
@@ -92,5 +91,3 @@ class WatermarkingConfig:
 
     def __eq__(self, other: object) -> bool:
         return self.to_hf() == other.to_hf() if isinstance(other, WatermarkingConfig) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]

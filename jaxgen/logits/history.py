@@ -95,13 +95,12 @@ class History:
 
         `allowed` is the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end the text.
         """
-        width = self.ids.shape[1]
         seen, grammar = self.seen, self.grammar
         if isinstance(allowed, TokenAutomaton) and grammar is not None:
             grammar = jnp.where(live, allowed.push(grammar, tokens, eos), grammar)
         if seen is not None:
             seen = put(seen, jnp.where(live, tokens, seen.shape[1]), live)
-        column = jnp.where(live, self.length, width)
+        column = jnp.where(live, self.length, self.ids.shape[1])
         return dataclasses.replace(
             self,
             ids=put(self.ids, column, tokens),

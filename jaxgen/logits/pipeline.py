@@ -32,7 +32,7 @@ class Transform(Protocol):
     """All processors and warpers as one function."""
 
     def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        """Return the new scores float32[rows, V]. Warpers never remove a row's token in `given int32[rows]`."""
+        """Return the new scores, float32[rows, V]. Warpers never remove `given int32[rows]`, one token of each row."""
         ...
 
 
@@ -60,7 +60,7 @@ def build_transform(
     steps += [functools.partial(_checked, processor) for processor in custom]
     renormalizing = _processors(RENORMALIZE, options)
     steps += renormalizing
-    draws, samples = cfg.on("do_sample"), options.table("do_sample")
+    draws, samples = cfg.on("do_sample"), values.get("do_sample")
     warping = _warpers(options) if draws else []
     first_cut = int(cfg.on("temperature"))  # temperature is the first warper, and removes nothing
 
@@ -98,11 +98,7 @@ def _processors(stage: str, options: RowOptions) -> list[Processor]:
 
 
 def call(argument: str, function: Processor, history: History, scores: jax.Array) -> Any:
-    """Call a function that the caller passed as `argument`.
-
-    Raises:
-        InputError: the function uses a value that is unknown during compilation.
-    """
+    """Call a function that the caller passed as `argument`. Raise InputError if it needs the values of arrays."""
     try:
         return function(history, scores)
     except (ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError) as error:

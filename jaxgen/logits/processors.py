@@ -93,8 +93,7 @@ def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> j
 
     A sequence of one eos token is ignored.
     """
-    sequences, eos = options.table("bad_words_ids"), options.table("eos_token_id")
-    assert sequences is not None
+    sequences, eos = options.values["bad_words_ids"], options.table("eos_token_id")
     if eos is not None:
         single = jnp.sum(sequences >= 0, axis=-1) == 1
         ends = jnp.any(sequences[:, :, :1] == eos[:, None, :], axis=-1)
@@ -158,7 +157,12 @@ def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptio
 
 def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Force tokens at their positions: `ForceTokensLogitsProcessor`."""
-    return force(scores, *options.forced_at(history))
+    forced = options.values["forced_decoder_ids"]
+    here = forced[..., 0] == history.length[:, None]
+    # If several entries have the same position, the last one wins, as in a dict.
+    last = here & (jnp.cumsum(here[:, ::-1], axis=-1)[:, ::-1] == 1)
+    tokens = token_set(jnp.where(last, forced[..., 1], -1), scores.shape[1])
+    return force(scores, tokens, jnp.any(here, axis=-1))
 
 
 def watermarking_config(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -216,7 +220,6 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
         sequences: int32[rows, S, n], the S sequences of each row, padded at the end.
         bias: float32[rows, S].
     """
-    vocab = scores.shape[1]
     size = jnp.sum(sequences >= 0, axis=-1, dtype=jnp.int32)
     last = jnp.take_along_axis(sequences, jnp.maximum(size - 1, 0)[..., None], axis=-1)[..., 0]
 
@@ -226,8 +229,7 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
     agrees = ((there == sequences) & (column >= 0)) | (index >= size[..., None] - 1)
     applies = jnp.all(agrees, axis=-1) & (size > 0)
 
-    target = jnp.where(applies, last, vocab)
-    added = add(jnp.zeros_like(scores), target, bias)
+    added = add(jnp.zeros_like(scores), jnp.where(applies, last, scores.shape[1]), bias)
     biased = scores + added
     # -inf plus inf would be NaN; the ban wins.
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)

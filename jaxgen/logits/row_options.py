@@ -24,16 +24,12 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
     """Return values for `rows` rows; each option has one value for all prompts, or one value per prompt."""
-    return {
-        name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
-        for name, value in values.items()
-    }
 
+    def per_row(value: Any, rank: int) -> jax.Array:
+        value = jnp.asarray(value)
+        return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
 
-def _per_row(value, rows: int, rank: int) -> jax.Array:
-    """Repeat a value of rank `rank`, or one such value per prompt, to obtain `[rows, ...]`."""
-    value = jnp.asarray(value)
-    return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
+    return {name: jax.tree.map(per_row, value, TRACED[name].kind.ranks) for name, value in values.items()}
 
 
 class RowOptions:
@@ -56,14 +52,16 @@ class RowOptions:
 
     def ids(self, name: str) -> jax.Array:
         """Return a set of ids as bool[rows, V]."""
-        return token_set(self.values[name], self._vocab)
+        return token_set(self.values[name], self.cfg.model.vocab_size)
 
     def eos(self, rows: int) -> jax.Array:
         """Return the ids that end a row, as bool[rows, V]; the set is empty if the option is off."""
-        return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
+        if not self.cfg.on("eos_token_id"):
+            return jnp.zeros((rows, self.cfg.model.vocab_size), bool)
+        return self.ids("eos_token_id")
 
     def at_least(self, rows: int) -> jax.Array:
-        """Return how many tokens per row, int32[rows, 1], warpers must keep so that every beam can continue."""
+        """Return int32[rows, 1], the number of tokens that warpers must keep so that every beam can continue."""
         eos = self.table("eos_token_id")
         count = jnp.zeros(rows, jnp.int32) if eos is None else jnp.sum(eos >= 0, axis=-1, dtype=jnp.int32)
         return 1 + jnp.maximum(count, 1)[:, None]
@@ -80,15 +78,3 @@ class RowOptions:
             last = jnp.take_along_axis(position, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
             begin = begin + jnp.where(count > 0, last, 0)
         return begin
-
-    def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
-        """Return masks of the tokens that forced_decoder_ids forces next, bool[rows, V], and their rows, bool[rows]."""
-        forced = self.values["forced_decoder_ids"]
-        here = forced[..., 0] == history.length[:, None]
-        # If several entries have the same position, the last one wins, as in a dict.
-        last = here & (jnp.cumsum(here[:, ::-1], axis=-1)[:, ::-1] == 1)
-        return token_set(jnp.where(last, forced[..., 1], -1), self._vocab), jnp.any(here, axis=-1)
-
-    @property
-    def _vocab(self) -> int:
-        return self.cfg.model.vocab_size

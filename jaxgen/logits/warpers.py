@@ -78,7 +78,7 @@ def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: i
 def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
     """Return the result of `top_p`; `best` is the result of `candidates`."""
     rows, vocab = scores.shape
-    at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
+    at_least = jnp.broadcast_to(min_tokens_to_keep, (rows, 1))
     size = best.shape[-1]
     total = jnp.sum(jnp.exp(scores - best[:, :1]), axis=-1, keepdims=True)
     reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.watermarking import WatermarkingConfig
 from jaxgen.errors import InputError
 
@@ -41,16 +42,13 @@ def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig)
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Return True where a token is green after its context. The arguments may be numpy or jax arrays.
+    """Return bool[...], True where a token is green after its context. The arguments may be numpy or jax arrays.
 
     Args:
         context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last one, "selfhash" the last
             `context_width - 1`.
         token: int32[...], with at least one axis; broadcast against the context's leading axes.
         config: the config, whose ratio and key may be traced.
-
-    Returns:
-        bool[...].
     """
     ratio, _, key = config.tree_flatten()[0]
     if config.seeding_scheme == "lefthash":
@@ -122,11 +120,7 @@ class WatermarkDetector:
         bos_token_id: int | None = None,
         ignore_repeated_ngrams: bool = False,
     ):
-        if isinstance(config, Mapping):
-            config = WatermarkingConfig.from_hf(config)
-        if not isinstance(config, WatermarkingConfig):
-            raise TypeError(f"config must be a WatermarkingConfig or a dict, got {type(config).__name__}")
-        self.config = config
+        self.config: WatermarkingConfig = OPTIONS["watermarking_config"].kind.parse("config", config)
         self.bos_token_id = bos_token_id
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
