@@ -123,7 +123,8 @@ class Program:
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # no compiler options under jax.grad
+        # Under jax.grad, compiler options are not allowed. If there are only CPUs, no argument needs to be examined.
+        on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
         # The form of a jax array is its `aval`. Looking for that attribute is faster than isinstance.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
@@ -224,10 +225,6 @@ def _is_elsewhere(leaves: list[Any]) -> bool:
     """Return True if any array is stored on a device other than the default one."""
     here = {default_device()}
     return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
-
-
-def _only_cpus() -> bool:
-    return list(backends()) == ["cpu"]
 
 
 def _runs_on_cpu(leaves: list[Any]) -> bool:

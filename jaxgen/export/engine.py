@@ -78,8 +78,9 @@ def export_engine(
     values = nobody | {"steps": np.asarray(_STEPS, np.int32)}
     programs, state = _programs(params, cfg, engine, form, values, platforms)
     outputs = jax.tree.unflatten(programs["chunk"].out_tree, programs["chunk"].out_avals)[1]
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state.values())
     about = description("engine", params, cfg, shapes_of(values), outputs, programs)
-    about |= {"slots": slots, "most_waiting": engine.places, "state_bytes": _bytes(state), "journal": _journal(cfg)}
+    about |= {"slots": slots, "most_waiting": engine.places, "state_bytes": state_bytes, "journal": _journal(cfg)}
     return ExportedPrograms(about, values, programs)
 
 
@@ -154,7 +155,3 @@ def _journal(cfg: GenerationConfig) -> str:
     if cfg.top_logprobs:
         columns += f", the ids of the {cfg.top_logprobs} most likely tokens, the bits of their log-probabilities"
     return f"first row: entries, waiting prompts, steps so far. Each entry: {columns}"
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -24,6 +24,11 @@ from jaxgen.version import __version__
 PLATFORMS = ("cpu", "cuda", "tpu")
 _ALLOWED = (*PLATFORMS, "rocm")
 _TRACEBACKS = "jax_traceback_in_locations_limit"
+_SIGNATURES = {
+    "generate": "(params, inputs) -> outputs",
+    "open": "(params) -> state",
+    "chunk": "(params, state, inputs) -> (state, outputs)",
+}
 
 
 def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
@@ -64,12 +69,11 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
                     f"logits_processor, stopping_criteria or hook calls the host through {', '.join(calls)}, which an "
                     "exported program cannot do: compute with jax alone"
                 )
-            result = export.export(jitted, platforms=tuple(platforms))(*arguments)
+            return export.export(jitted, platforms=tuple(platforms))(*arguments)
     except jax.errors.JAXTypeError:
         raise
     except (ValueError, NotImplementedError) as error:
         raise _explained(error) from error
-    return result
 
 
 def _explained(error: Exception) -> Exception:
@@ -126,7 +130,7 @@ def description(
         "model": f"{cfg.model.model_type}, {cfg.model.dtype}, {cfg.model.num_hidden_layers} layers",
         "mode": cfg.mode,
         "options": {name: str(value) for name, value in _static(cfg, inputs)},
-        "programs": {name: _call(kind, name) for name in programs},
+        "programs": {name: _SIGNATURES[name] for name in programs},
         "platforms": list(first.platforms),
         "devices": first.nr_devices,
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": __version__},
@@ -147,11 +151,3 @@ def _static(cfg: GenerationConfig, inputs: dict[str, Any]) -> Iterator[tuple[str
         value = getattr(cfg, name)
         if name not in given and name in cfg.enabled and value is not option.default:
             yield name, value
-
-
-def _call(kind: str, name: str) -> str:
-    return {
-        "generate": "(params, inputs) -> outputs",
-        "open": "(params) -> state",
-        "chunk": "(params, state, inputs) -> (state, outputs)",
-    }[name]

@@ -32,15 +32,12 @@ def logprobs(
     top: int,
     chunk: int,
 ) -> LogProbs:
-    """Return the log-probabilities of the tokens from column `start` on, using a single forward pass.
+    """Return the log-probabilities of the tokens of `ids int32[B, L]`, using a single forward pass.
 
     Args:
-        params: the parameters.
-        ids: int32[B, L].
-        mask: bool[B, L], False for padding.
+        params, context, model: as in `hidden`.
+        ids, mask: int32[B, L] and bool[B, L], False for padding.
         replay: recomputes the scores from which the tokens were chosen; None to use the model's own distribution.
-        context: the context of the pass.
-        model: the model's config.
         start: the first column to score: 0, or the width of the prompts.
         top: the number of most likely tokens to return, n.
         chunk: the number of columns whose logits are in memory at a time.
@@ -70,13 +67,11 @@ def continuation_logprobs(
     """Return the log-probabilities of several continuations of each context, reading each context only once.
 
     Args:
-        params: the parameters.
+        params, context, model: as in `hidden`.
         contexts: int32[B, P].
         context_mask: bool[B, P], False for padding, which is on the left. No context is empty.
         ids: int32[B*R, C], the R continuations of context 0, then those of context 1, and so on.
         mask: bool[B*R, C], False for padding, which is on the right.
-        context: the context of the pass.
-        model: the model's config.
         chunk: the number of columns whose logits are in memory at a time.
     """
     (rows, width), (owners, columns) = ids.shape, contexts.shape

@@ -105,7 +105,10 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
     sizes = {"start": start + left, "top": top, "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    context = Context(None if traced else mesh is not None, _adapter_of_rows(cfg, rows))
+    adapter = None
+    if cfg.on("adapter"):
+        adapter = repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32)
+    context = Context(None if traced else mesh is not None, adapter)
     scores = logprobs(params, ids, mask, replay, context=context, model=cfg.model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
@@ -113,11 +116,6 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
         return scores
     # Slice on the host, because slicing a jax array would compile a program for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
-
-
-def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
-    """Return the adapter of each row, int32[rows], or None without adapters."""
-    return repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32) if cfg.on("adapter") else None
 
 
 def chunk_size(given: int | None, columns: int, logits: int) -> int:
