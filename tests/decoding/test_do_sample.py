@@ -56,16 +56,18 @@ def test_new_values_compile_nothing():
     assert not np.array_equal(first, second)
 
 
-def test_score_recomputes_the_log_probabilities():
-    cfg = CFG.replace(do_sample=SAMPLES)
-    out = generate(PARAMS, IDS, KEY, cfg)
-    width = {"prompt_width": out.prompt_width}
-    again = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, of="scores", **width)
+@pytest.fixture(scope="module")
+def out():
+    return generate(PARAMS, IDS, KEY, CFG.replace(do_sample=SAMPLES, output_scores=True))
+
+
+def test_score_recomputes_the_log_probabilities(out):
+    given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
+    again = score(PARAMS, out.sequences, CFG.replace(do_sample=SAMPLES), of="scores", **given)
     np.testing.assert_allclose(out.generated(again).logprobs, out.logprobs, atol=2e-5)
 
 
-def test_recorded_scores_are_the_ones_that_tokens_were_chosen_from():
-    out = generate(PARAMS, IDS, KEY, CFG.replace(do_sample=SAMPLES, output_scores=True))
+def test_recorded_scores_are_the_ones_that_tokens_were_chosen_from(out):
     expected = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     live = np.arange(8)[None, :] < np.asarray(out.lengths)[:, None]
     np.testing.assert_allclose(np.where(live, expected, 0), out.logprobs, atol=2e-5)

@@ -20,7 +20,9 @@ PENALTY = {"repetition_penalty": 1e6, "sequence_bias": {(30,): 5.0}}  # token 30
 
 @pytest.fixture(scope="module")
 def counting():
-    with Engine(SHARP, CFG.replace(do_sample=False), jax.random.key(0), slots=2, prompt_width=16) as made:
+    options = [*PENALTY, "presence_penalty", "frequency_penalty", "min_new_tokens", "bad_words_ids"]
+    sizes = {"slots": 2, "prompt_width": 16, "prompt_options": options}
+    with Engine(SHARP, CFG.replace(do_sample=False), jax.random.key(0), **sizes) as made:
         yield made
 
 

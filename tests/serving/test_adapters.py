@@ -15,7 +15,7 @@ from tests.support.service import MODEL, running
 def service(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     adapters = [(name, write(folder / name, factors(MODEL, 2, i))) for i, name in enumerate(("owl", "fox"))]
-    with running(adapters=adapters) as made:
+    with running(adapters=adapters, prompt_options=["adapter"]) as made:
         yield made
 
 

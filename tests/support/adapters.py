@@ -47,7 +47,7 @@ def merged(params, updates, scale=1.0):
             if module in updates and path[-1] == "weight":
                 a, b = updates[module]
                 factor = scale(module) if callable(scale) else scale
-                return (node.astype(jnp.float32) + factor * jnp.asarray(b) @ jnp.asarray(a)).astype(node.dtype)
+                return jnp.asarray((np.asarray(node, np.float32) + factor * b @ a).astype(node.dtype))
             return node
         return {key: walk(child, (*path, key)) for key, child in node.items()}
 

@@ -38,7 +38,8 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
     flat = {}
     for name, shape in param_shapes(cfg).items():
         values = rng.normal(size=shape) * scale
-        flat[name] = jnp.asarray(values + (1.0 if "norm" in name else 0.0), cfg.dtype)
+        values += 1.0 if "norm" in name else 0.0
+        flat[name] = jnp.asarray(values.astype(cfg.dtype))  # converted by numpy, so that jax compiles nothing
     return flax.traverse_util.unflatten_dict(flat, sep=".")
 
 
@@ -54,12 +55,13 @@ def counting_params(cfg: GenerationConfig, peak: float = 20.0):
     """Return parameters with one-hot embeddings. Attention and MLP add nothing, and the head shifts by one."""
     assert cfg.model is not None
     vocab, width = cfg.model.vocab_size, cfg.model.hidden_size
-    params = jax.tree.map(jnp.zeros_like, random_params(cfg.model))
-    params["model"]["norm"]["weight"] = jnp.ones(width)
-    params["model"]["embed_tokens"]["weight"] = jnp.eye(vocab, width)
+    one_hot = np.eye(vocab, width, dtype=np.float32)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), random_params(cfg.model))
+    params["model"]["norm"]["weight"] = np.ones(width, np.float32)
+    params["model"]["embed_tokens"]["weight"] = one_hot
     # RMSNorm turns the 1 of a one-hot vector into sqrt(width).
-    params["lm_head"]["weight"] = jnp.roll(jnp.eye(vocab, width), 1, axis=0) * peak / width**0.5
-    return params
+    params["lm_head"]["weight"] = np.roll(one_hot, 1, axis=0) * np.float32(peak / width**0.5)
+    return jax.tree.map(jnp.asarray, params)
 
 
 def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
