@@ -275,7 +275,7 @@ def folder(results: Path, device: str | None = None) -> Path:
 
 
 def heading() -> Answer:
-    """Return the facts with which every result begins."""
+    """Return the fields that every result starts with."""
     now = datetime.datetime.now(datetime.UTC)
     return {"date": now.isoformat(timespec="seconds"), "machine": machine(), "load_average": os.getloadavg()}
 

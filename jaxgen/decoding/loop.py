@@ -276,7 +276,7 @@ def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return a cache with space for prompts of `shape` (rows, width), after the tokens of `given` if there are any."""
+    """Return a cache with space for prompts of `shape` (rows, width); if `given` is not None, its tokens come first."""
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)

@@ -34,7 +34,7 @@ _PULSE = 1.0  # seconds between messages to the other processes while nothing ha
 
 
 class Engine:
-    """An engine that answers prompts as they arrive, from any thread, in the slots of a running loop.
+    """An engine that answers prompts as they arrive, using the slots of a running loop. Any thread can submit prompts.
 
     >>> with Engine(params, cfg, tokenizer=tok) as engine:                                      # doctest: +SKIP
     ...     handle = engine.submit({"text": "Once upon a time", "temperature": 0.7})

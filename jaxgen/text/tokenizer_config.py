@@ -115,7 +115,8 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # One call for each run of special or other tokens: their order determines ids, and old add_tokens ignore `special`.
+    # Add each run of consecutive special or non-special tokens in its own call. Ids follow the order in which tokens
+    # are added, and in old releases of the library, `add_tokens` ignores `special`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")

@@ -31,12 +31,10 @@ def params(tmp_path_factory):
     return load_adapter([write(folder / str(i), own) for i, own in enumerate(UPDATES)], PARAMS, CFG)
 
 
-MODES = [
-    {},
-    {"guidance_scale": 1.5},
-]
-# These are slow: other files test these modes without adapters, and test_forward.py tests chunks.
+# The others are slow: other files test these modes without adapters, and test_forward.py tests chunks.
+FAST = {"guidance_scale": 1.5}
 LIKE_OTHERS = [
+    {},
     {"num_beams": 3, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 2},
     {"slots": 2},
@@ -49,7 +47,7 @@ LIKE_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("options", [*MODES, *slow(*LIKE_OTHERS)], ids=lambda options: ",".join(options) or "greedy")
+@pytest.mark.parametrize("options", [FAST, *slow(*LIKE_OTHERS)], ids=lambda options: ",".join(options) or "greedy")
 def test_each_row_has_its_adapter(params, options):
     cfg = CFG.replace(**options)
     keys = KEYS if cfg.on("do_sample") else None

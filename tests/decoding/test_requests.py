@@ -1,4 +1,4 @@
-"""A request is self-contained: any of a run's prompts, in any order, generate the same tokens as in the whole run."""
+"""Requests are self-contained: any subset of a run's prompts, in any order, generates the same tokens as the run."""
 
 import dataclasses
 

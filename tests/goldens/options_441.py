@@ -125,7 +125,7 @@ def allowed_tokens(prefix: list[int], row: int, last: int, vocab: int) -> list[i
 
 
 def hf_arguments(group: dict, row: int, vocab: int) -> dict:
-    """Return the arguments of generate for a row of a group. `prepared_lists` uses the same ones."""
+    """Return the arguments of generate for a row of a group. They are also the arguments of `prepared_lists`."""
     arguments = dict(group["options"])
     if "sequence_bias" in arguments:
         arguments["sequence_bias"] = {tuple(ids): bias for ids, bias in arguments["sequence_bias"]}

@@ -111,14 +111,20 @@ def plain(q, parts, seen):
     return np.einsum("bnts,bnsh->bnth", weights, v), mask.any(-1)
 
 
+@functools.cache
+def made(case: str):
+    """Return a case's arrays and the results of `plain`, once for all tests: `small_blocks` frees compiled programs."""
+    inputs = CASES[case].make()
+    return *inputs, *plain(*inputs)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "case", ["all", "bfloat16", "8 bits", "start", *slow("few", "plain", "window", "prefix", "one")]
 )
 def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
-    q, parts, seen = CASES[case].make()
+    q, parts, seen, wanted, sees = made(case)
     out = np.asarray(jax.jit(FORMS[form])(q, parts, seen), np.float32)
-    wanted, sees = plain(q, parts, seen)
     tolerance = 2e-2 if q.dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(out.swapaxes(1, 2)[sees], wanted.swapaxes(1, 2)[sees], atol=tolerance)
     assert np.isfinite(out).all()
@@ -126,8 +132,7 @@ def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
 
 @pytest.mark.parametrize("case", ["all", *slow("plain", "window")])
 def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_blocks, case):
-    q, parts, seen = CASES[case].make()
-    sees = plain(q, parts, seen)[1]
+    q, parts, seen, _, sees = made(case)
     weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape) * sees[:, None, :, None], jnp.float32)
 
     def gradients(form):

@@ -275,7 +275,7 @@ def test_a_hook_is_streamed_and_jitted_alike():
 
 
 class Wrong(StepHook):
-    """A hook that breaks the contract in one way."""
+    """A hook with the given methods, one of which breaks the contract."""
 
     def __init__(self, **methods):
         for name, value in methods.items():

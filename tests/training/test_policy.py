@@ -41,7 +41,8 @@ def test_clipped_objective(seed):
         wanted = np.zeros((ROWS, STEPS))
         for row in range(ROWS):
             for step in range(STEPS):
-                ratio = np.exp(np.float64(logprobs[row, step] - old[row, step]))
+                difference = np.float64(logprobs[row, step] - old[row, step])
+                ratio = np.exp(np.clip(difference, -20, 20))  # the bounds keep exp finite in float32
                 clipped = min(max(ratio, 1 - low), 1 + (high or low))
                 wanted[row, step] = min(ratio * advantage[row], clipped * advantage[row])
         found = policy.clipped_objective(*map(jnp.asarray, (logprobs, old, advantage)), low=low, high=high)
