@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps more than a million Python objects alive. By default, visiting them takes 7 % of the run.
-gc.set_threshold(50_000, 20, 20)
+DEFAULT_GC = gc.get_threshold()
+RARE_GC = (50_000, 20, 20)
+gc.set_threshold(*RARE_GC)
 
 # Strict, so that an accidental change of shape or dtype is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -61,6 +64,14 @@ def programs(tmp_path_factory) -> dict[str, str]:
     environment = {name.upper(): str(value) for name, value in settings.items()}
     os.environ.update(environment)  # for the processes that tests start
     return environment
+
+
+@pytest.fixture
+def default_gc() -> Iterator[None]:
+    """Collect garbage as often as Python does by default, for tests of this process's memory."""
+    gc.set_threshold(*DEFAULT_GC)
+    yield
+    gc.set_threshold(*RARE_GC)
 
 
 @pytest.fixture(scope="session")

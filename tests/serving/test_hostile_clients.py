@@ -179,7 +179,7 @@ def test_slow_readers_and_floods(service):
     assert again.json()["choices"] == expected
 
 
-def test_memory_is_flat(service):
+def test_memory_is_flat(service, default_gc):
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
