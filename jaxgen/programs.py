@@ -123,7 +123,7 @@ class Program:
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        # Under jax.grad, compiler options are not allowed. If there are only CPUs, no argument needs to be examined.
+        # Under jax.grad, compiler options are not allowed. If there are only CPUs, the arguments need not be examined.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
         # The form of a jax array is its `aval`. Looking for that attribute is faster than isinstance.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]

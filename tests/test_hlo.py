@@ -208,8 +208,8 @@ def test_quantized_weights_are_not_stored_in_a_different_form(copies):
     computations = parse(compiled.as_text())
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     slots = own_slots(copies)
-    # With 6 rows, products are computed in 8 bits. With 2 rows, a branch converts a weight as part of the product. With
-    # 16 rows, branches convert one weight at a time.
+    # With 6 rows, products are computed in 8 bits. With 2 rows, the products in a branch convert the weight themselves,
+    # without a copy. With 16 rows, branches convert one weight at a time.
     assert big_operations(decode_loop(computations, copies == 3, slots), weights) == []
     if copies == 1:
         assert made_in_branches(computations, slots, weights) == []

@@ -95,7 +95,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     _refuse_existing(target)
     which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
     own = target.with_name(f"{target.name}{which}.partial")
-    run = json.loads(json.dumps(run))  # as it is read back from a partial file
+    run = json.loads(json.dumps(run))  # with lists for tuples, as in the partial file that it is compared with
     try:
         stream = io.FileIO(own, "a+")
     except OSError as error:

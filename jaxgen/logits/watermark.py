@@ -100,7 +100,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Detector of marked text: transformers' `WatermarkDetector`, for the green lists of `watermark`.
+    """Detects watermarked text, as transformers' `WatermarkDetector`, but with the green lists that `watermark` uses.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))

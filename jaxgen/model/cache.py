@@ -200,7 +200,7 @@ class KVCache:
         return dataclasses.replace(own, prefix=self.prefix)
 
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
-        """Return this cache with row `rows[i]` replaced by row i of `source`, for `rows int32[n]` and n source rows.
+        """Return a copy of this cache with row i of `source` as row `rows[i]`; `rows` is int32[n], `source` has n rows.
 
         Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; the others
         must be distinct. If there is a prefix, it must have a single row and be the prefix of `source` too.

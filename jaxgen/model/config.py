@@ -222,7 +222,8 @@ class ModelConfig:
         `dtype`. Most values that affect results are required. The biases and the head size are not, because they are
         checked against the tensors on loading. Sliding windows work as in transformers 5: a token sees at most
         `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
-        `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects (all in 4.41.1).
+        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects (4.41.1
+        applies them to all layers).
 
         Raises:
             ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.

@@ -323,7 +323,7 @@ def add_updates(
 def _add_of_each(
     out: jax.Array, narrow: jax.Array, chosen: jax.Array, b: jax.Array, ends: tuple[int, ...]
 ) -> jax.Array:
-    """Add the product of `narrow [rows, n, p, r]` and each row's update, computed as sums.
+    """Add each row's update, `narrow [rows, n, p, r]` times the `b` of the row's adapter, without a matrix product.
 
     XLA's GPU compiler fuses this into one kernel (with jax 0.10.2) if all look-ups in `narrow` are a single gather with
     scalar indices, and `narrow` is not rounded. The results of a fused matrix are used several times; without the

@@ -105,7 +105,8 @@ def test_gradients():
 def test_only_a_cpu_multiplies_in_lanes():
     x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
     for platform in ("cpu", "cuda", "tpu"):
-        for divided in (False, True, None):  # in the tests, jax divides the CPU into several devices
+        # None (unknown) counts as divided if there are several CPU devices, as in the tests.
+        for divided in (False, True, None):
             traced = jax.jit(linear).trace(x, weight, None, Context(divided))
             program = traced.lower(lowering_platforms=(platform,)).as_text()
             assert ("reduce_precision" in program) == (platform == "cpu" and divided is False)

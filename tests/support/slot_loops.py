@@ -56,7 +56,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
-    """Return the copies inside loops that are as large as one layer's cache, either of the slots or of the pool.
+    """Return the instructions inside loops that copy exactly one layer's cache, of the slots and of the pool.
 
     If the prefix store has space for `stored` tokens, include copies as large as one layer of it. Moves to and from
     on-chip memory do not count.
