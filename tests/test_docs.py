@@ -10,7 +10,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import convert.__main__
 import jaxgen.export.__main__
@@ -46,6 +48,17 @@ def clone(tmp_path, monkeypatch):
     (tmp_path / "jaxgen").symlink_to(ROOT / "jaxgen")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def jax_settings():
+    """Restore the settings of jax that a page changes, such as the directory of its compilation cache."""
+    before = dict(jax.config.values)
+    yield
+    for name, value in jax.config.values.items():
+        if value != before[name]:
+            jax.config.update(name, before[name])
+    compilation_cache.reset_cache()  # jax reads its directory once
 
 
 def run_command(command: str, monkeypatch, capsys) -> str:
@@ -86,7 +99,7 @@ def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypatch, capsys):
+def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, jax_settings, monkeypatch, capsys):
     printed = run_page(README, monkeypatch, capsys)
     story, questions = terminal.COMMANDS
     wrapper = Wrapper()
@@ -97,7 +110,7 @@ def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in CHAPTERS if blocks(page)], ids=named)
-def test_chapter_runs(page, clone, monkeypatch, capsys):
+def test_chapter_runs(page, clone, jax_settings, monkeypatch, capsys):
     printed = run_page(page, monkeypatch, capsys)
     assert all(out for command, out in printed.items() if not re.search(r"^jaxgen train|^echo| --output | > ", command))
 
