@@ -232,6 +232,7 @@ def load_model(
         params = load_adapter(adapters, params, loaded)
     if mesh is None and default_device().platform == "gpu":
         params = fuse_projections(params, donate=True)
+    terminal.erase()
     return params, loaded
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import numpy as np
 
@@ -25,9 +24,9 @@ class Printer(TextStreamer):
 
     def __init__(self, session: Session):
         super().__init__(session.tokenizer, skip_prompt=True)
-        self._stopped = False
+        self._stopped, self._stats = False, session.stats
         self.text = ""
-        self.times: list[float] = []
+        self.times: list[tuple[float, float]] = []  # as in `Stats.streamed`
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
@@ -37,7 +36,7 @@ class Printer(TextStreamer):
 
     def put(self, value) -> None:
         """Receive the prompt or a token."""
-        self.times.append(time.perf_counter())
+        self.times.append(self._stats.now())
         if self._stopped:
             raise KeyboardInterrupt
         super().put(value)

@@ -37,16 +37,23 @@ class Stats:
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
         """Add the duration of the `with` block, except for compilation, to `rest`."""
-        start, compiled = time.perf_counter(), self.compile
+        begin = self.now()
         yield
-        self.rest += time.perf_counter() - start - (self.compile - compiled)
+        self._generated(begin, self.now())
 
-    def streamed(self, times: Sequence[float]) -> None:
-        """Count a streamed answer, given the times at which its prompt and each of its tokens arrived."""
+    def streamed(self, times: Sequence[tuple[float, float]]) -> None:
+        """Count a streamed answer, given the results of `now` when its prompt and each of its tokens arrived."""
         if len(times) > 1:
-            self.first.append(times[1] - times[0])
-            self.rest += times[-1] - times[1]
+            self.first.append(times[1][0] - times[0][0])
+            self._generated(times[1], times[-1])
             self.tokens += len(times) - 2
+
+    def now(self) -> tuple[float, float]:
+        """Return the time in seconds, and the value of `compile`."""
+        return time.perf_counter(), self.compile
+
+    def _generated(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
+        self.rest += (end[0] - begin[0]) - (end[1] - begin[1])
 
     def lines(self) -> list[str]:
         """Return the lines to print."""

@@ -81,9 +81,9 @@ class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
     docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields of later releases
-    default to None, which means off. Most options accept one value for all prompts or one for each. Options
-    that jaxgen recognizes but does not support are rejected. Only `from_hf` accepts such an option, so that it can read
-    every checkpoint's config; `generate` then rejects the option.
+    default to None, which means off. Most options accept one value for all prompts or one for each. Options that jaxgen
+    recognizes but does not support are rejected. Only `from_hf` accepts such an option, so that it can read every
+    checkpoint's config; `generate` then rejects the option.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 

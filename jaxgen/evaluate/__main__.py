@@ -64,32 +64,25 @@ def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def _model(options: argparse.Namespace) -> type:
     """Return the class that the harness instantiates as the model."""
-    from convert import load_adapter, load_hf
-    from convert.hub import local_directory
+    from jaxgen.cli.answer import load_model, open_model
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.evaluate.lm import JaxgenLM
-    from jaxgen.model.fused import fuse_projections
-    from jaxgen.programs import default_device
     from jaxgen.text.tokenizer import Tokenizer
 
     if options.compile_cache:
         keep_programs()
-    path = local_directory(options.model)
+    source = open_model(options, [] if options.adapter is None else [options.adapter])
 
     class Loaded(JaxgenLM):
         def __init__(self, **given: Any):
-            params, cfg = load_hf(path, dtype=options.dtype, quantize=options.quantize)
-            if options.adapter is not None:
-                params = load_adapter(options.adapter, params, cfg)
-            if default_device().platform == "gpu":
-                params = fuse_projections(params, donate=True)
-            sizes = {"slots": options.slots, "batch_tokens": options.batch_tokens}
-            sizes |= {"max_length": options.max_length, "max_gen_toks": options.max_gen_toks}
             if unknown := given.keys() - {"batch_size", "max_batch_size", "device"}:  # the harness adds these
                 raise InputError(
                     f"--model_args has {min(unknown)}, which is not an option here: see --help for the model's options"
                 )
-            super().__init__(params, cfg, Tokenizer.from_pretrained(path), name=options.model, **sizes)
+            params, cfg = load_model(source, options.adapter, options, mesh=None)
+            sizes = {"slots": options.slots, "batch_tokens": options.batch_tokens}
+            sizes |= {"max_length": options.max_length, "max_gen_toks": options.max_gen_toks}
+            super().__init__(params, cfg, Tokenizer.from_pretrained(source.path), name=options.model, **sizes)
 
     return Loaded
 

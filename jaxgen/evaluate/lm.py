@@ -56,10 +56,7 @@ class JaxgenLM(TemplateLM):
         seed: int = 0,
     ):
         super().__init__()
-        context = cfg.model.context_length
-        if max_length is None and context is None:
-            raise InputError("the model's config has no context length: set max_length")
-        self.max_length: int = max_length or context  # pyright: ignore[reportAttributeAccessIssue]
+        self.max_length = max_length or cfg.model.context_length
         self.max_gen_toks, self.slots, self.batch_tokens = max_gen_toks, slots, batch_tokens
         self._params, self._cfg, self._tokenizer, self._name = params, cfg, tokenizer, name
         self._key = jax.random.key(seed)

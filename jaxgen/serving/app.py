@@ -80,7 +80,7 @@ class Service:
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
-        context = context or cfg.model.context_length or engine.prompt_width + int(cfg.max_new_tokens)  # pyright: ignore
+        context = context or cfg.model.context_length
         self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
