@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxgen.cli.printing import Printer
+from jaxgen.cli.timing import Stats
 from jaxgen.cli.wrapping import Wrapper
 from tests.support.tokenizers import byte_level
 
@@ -101,7 +102,7 @@ def on_a_terminal():
 
 def stream(text: str, **more) -> Printer:
     """Print an answer as if it were being generated, but do not end it."""
-    session: Any = SimpleNamespace(tokenizer=byte_level(), generate_kwargs=more)
+    session: Any = SimpleNamespace(tokenizer=byte_level(), generate_kwargs=more, stats=Stats())
     printer = Printer(session)
     printer.put([0])  # the prompt
     printer.put(session.tokenizer.encode(text))
