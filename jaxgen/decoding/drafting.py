@@ -1,6 +1,7 @@
 """Drafts for assisted generation, from a smaller model or from an earlier occurrence of a row's last tokens.
 
-The functions of a `Drafter` are pure, and operate on its own state. A draft never changes the generated text.
+The methods of a `Drafter` are pure functions: they take its state and return the new one. A draft
+never changes the generated text.
 """
 
 from __future__ import annotations

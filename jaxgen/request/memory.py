@@ -1,6 +1,7 @@
 """Check the memory for a call's caches before anything is compiled or allocated.
 
-These caches are only part of what a call needs. `jaxgen.programs` later checks the memory for compiled programs.
+These caches are only part of what a call needs. `jaxgen.programs` checks later whether there is enough memory
+for each compiled program.
 """
 
 from __future__ import annotations

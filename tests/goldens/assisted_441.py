@@ -56,7 +56,7 @@ def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None
 
 
 def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options, each with cases. `near_tie` means that a run in float64 generates different tokens."""
+    """Return a list of option sets, each with its cases. `near_tie`: in float64, different tokens are generated."""
     sets = []
     for number in range(SETS):
         name = list(ASSISTANTS)[number % len(ASSISTANTS)]

@@ -1,6 +1,7 @@
 """Check that peft 0.11.1 computes the goldens' logits with adapters that jaxgen has read and written.
 
-python check_adapters.py GOLDENS SAVED, with a Python that has requirements-peft.txt. make_peft.py creates GOLDENS.
+Usage, with the packages of requirements-peft.txt installed: python check_adapters.py GOLDENS SAVED.
+make_peft.py creates GOLDENS.
 SAVED contains CHECKPOINT/ADAPTER for each adapter that jaxgen has written.
 """
 

@@ -1,6 +1,7 @@
 """Check that transformers 5.23.0 computes the goldens' logits from checkpoints that jaxgen has read and written.
 
-python check_saved.py GOLDENS SAVED, with a Python that has requirements-newer.txt. make_newer.py creates GOLDENS.
+Usage, with the packages of requirements-newer.txt installed: python check_saved.py GOLDENS SAVED.
+make_newer.py creates GOLDENS.
 SAVED contains one folder for each checkpoint of GOLDENS.
 """
 

@@ -1,6 +1,6 @@
 """Make tiny random checkpoints, and record what transformers 4.41.1 computes from them (see README.md for the format).
 
-python make_441.py --seed N --out DIR [--cases N], with a Python that has requirements-441.txt.
+Usage, with the packages of requirements-441.txt installed: python make_441.py --seed N --out DIR [--cases N].
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Make the goldens for DoLa, which 4.41.1 lacks, with transformers 4.45.2 (see README.md for the format).
 
-python make_445.py --seed N --out DIR, with a Python that has requirements-445.txt.
+Usage, with the packages of requirements-445.txt installed: python make_445.py --seed N --out DIR.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tupl
 
 
 def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options, each with cases. `near_tie`: a run in float64 generates or bans different tokens."""
+    """Return a list of option sets, each with its cases. `near_tie`: in float64, other tokens are chosen or banned."""
     sets = []
     for number in range(12):
         name = list(oracles)[number % len(oracles)]

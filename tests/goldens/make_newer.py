@@ -1,6 +1,6 @@
 """Make the goldens for what 4.41.1 lacks or computes differently, with transformers 5.23.0 (see README.md).
 
-python make_newer.py --seed N --out DIR, with a Python that has requirements-newer.txt.
+Usage, with the packages of requirements-newer.txt installed: python make_newer.py --seed N --out DIR.
 """
 
 from __future__ import annotations

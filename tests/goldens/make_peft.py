@@ -1,6 +1,6 @@
 """Make the goldens for LoRA adapters with peft 0.11.1 and transformers 4.41.1 (see README.md for the format).
 
-python make_peft.py --seed N --out DIR, with a Python that has requirements-peft.txt.
+Usage, with the packages of requirements-peft.txt installed: python make_peft.py --seed N --out DIR.
 """
 
 from __future__ import annotations

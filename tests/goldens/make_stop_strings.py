@@ -1,6 +1,6 @@
 """Record when transformers 4.41.1's StopStringCriteria stops, for two small tokenizers (README.md has the format).
 
-python make_stop_strings.py --seed N --out FILE, with a Python that has requirements-441.txt.
+Usage, with the packages of requirements-441.txt installed: python make_stop_strings.py --seed N --out FILE.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[
 
 
 def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options, each with cases."""
+    """Return a list of option sets, each with its cases."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, GROUP_SETS if groups else BEAM_SETS, rng):
         oracle = oracles[name]
@@ -174,7 +174,7 @@ def all_indices() -> Iterator[None]:
 
 
 def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options, each with cases."""
+    """Return a list of option sets, each with its cases."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONSTRAINED_SETS, rng):
         oracle = oracles[name]
@@ -200,7 +200,7 @@ def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool 
 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options, each with cases. `near_tie` means that a run in float64 generates different tokens."""
+    """Return a list of option sets, each with its cases. `near_tie`: in float64, different tokens are generated."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
         oracle = oracles[name]

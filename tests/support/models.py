@@ -69,7 +69,7 @@ def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
 
 
 def last_logits(model: ModelConfig, params, inputs_embeds) -> jax.Array:
-    """Return the logits float32[V] after embeddings [T, D], without a cache. One program serves all T up to 64."""
+    """Return the logits that follow embeddings `[T, D]`, float32[V]. One program serves all T up to 64."""
     return _last_logits(model, params, padded(inputs_embeds)[None], np.int32(len(inputs_embeds) - 1))
 
 

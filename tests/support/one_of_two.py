@@ -66,7 +66,7 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
-    """Answer prompts in process 0, also after a weight update and with a grammar. The other process follows."""
+    """Answer prompts in process 0, including after a weight update and with a grammar; process 1 follows."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     cfg = cfg.replace(max_new_tokens=6, do_sample=True)
     key, sizes = jax.random.key(4), {"slots": 3, "prompt_width": 9}
