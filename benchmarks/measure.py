@@ -238,7 +238,7 @@ def _one_life(program: Program, case: Case, model: Path, vocabulary: int, cache:
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
-    """Return the median, the smallest and the largest of some values."""
+    """Return the median, the minimum and the maximum of the values."""
     values = list(values)
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 

@@ -209,7 +209,7 @@ class Engine:
         return flight.owner
 
     def _automata(self, prompt: Prompt) -> dict[str, tuple[Any, Any]]:
-        """Return the automata of a prompt, each with a key that equal automata share."""
+        """Return the automata of a prompt, each with a key; equal automata have the same key."""
         automata: dict[str, tuple[Any, Any]] = {}
         if prompt.grammar is not None:
             automata["allowed"] = id(prompt.grammar), prompt.grammar

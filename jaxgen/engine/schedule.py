@@ -27,7 +27,7 @@ class Flight:
 
     Attributes:
         owner: the recipient of its results.
-        automata: the prompt's automata by table name, each with a key that equal automata share.
+        automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: its number on the device; `NOBODY` until it is sent there.
         remaining: the number of its sequences that have not ended.
         chunks: the names of its chunks in the prefix store; None until they are needed.

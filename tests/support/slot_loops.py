@@ -38,13 +38,13 @@ def config(dtype: str) -> GenerationConfig:
 
 
 def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
-    """Return the copies of caches inside the loops of `generate` with slots; see `copies`."""
+    """Return the instructions that copy caches in the loops of `generate` with slots; see `copies`."""
     cfg = config(dtype).replace(slots=SLOTS, num_return_sequences=2)
     return copies(compile_generate(cfg, device, rows=7, width=WIDTH).as_text(), cfg)
 
 
 def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
-    """Return the copies of caches inside the loops of an engine's chunk."""
+    """Return the instructions that copy caches in the loops of an engine's program."""
     cfg = config(dtype)
     model = model_of(cfg)
     form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
