@@ -102,7 +102,7 @@ def _weights(model: ModelConfig, parts: int) -> float:
 
 
 def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
-    """Return the end of an error message: the smallest slice of these chips that could hold the weights and the cache."""
+    """Return the end of an error message: the smallest slice of these chips that could hold weights and cache."""
     for topology in CHIPS[name].slices:
         count = math.prod(map(int, topology.split("x")))
         for parts in (size for size in range(1, count + 1) if count % size == 0):
