@@ -51,9 +51,9 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     The update is applied in the dtype of the weights but not merged into them. To merge an adapter, use
     `python -m convert --merge-adapter`.
 
-    A single adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the adapter to apply: one
-    index for all prompts, or one for each prompt. -1 (the default) applies none. Ranks are padded to the largest rank.
-    Lists with the same length, rank and modules use the same program.
+    If `path` is one directory, its adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the
+    adapter to apply: one index for all prompts, or one for each prompt. -1 (the default) applies none. Ranks are padded
+    to the largest rank. Lists with the same length, rank and modules use the same program.
 
     Args:
         path: an adapter's directory, or a list of directories.

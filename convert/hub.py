@@ -83,7 +83,7 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
             raise
         raise InputError(_explain(error, name, revision)) from error
     if not _COMMIT.fullmatch(Path(folder).name):
-        raise InputError(f"{name}: the cache {folder} is damaged: delete it, and it is downloaded again")
+        raise InputError(f"{name}: the cache {folder} is damaged: delete it, and it will be downloaded again")
     return Path(folder)
 
 

@@ -64,7 +64,7 @@ def lowered(mode: str) -> dict[str, str]:
 def test_only_the_cpu_gets_its_forms(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
-    # With guidance, a prompt has two streams, so products have two rows.
+    # With guidance, a prompt has two streams, so its matmuls have two input rows.
     assert (WEIGHT_FIRST if mode == "guided" else TWO_ROWS).search(programs["cpu"])
     assert not ONE_ROW.search(programs["cpu"])
     for platform in ("cuda", "tpu"):

@@ -136,7 +136,7 @@ class ContinuousState:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Wrapper that lets rows leave and enter another mode, which must have `refills` set."""
+    """Wrapper around a mode that lets rows join and leave while it runs. The mode must have `refills` set."""
 
     mode: Any
     slots: int

@@ -59,7 +59,7 @@ def export_generate(
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
 
     The program's inputs are the prompts, the data of a random key for sampling, and the values of all enabled traced
-    options. These can differ between calls. The tokens are the same as from `generate`. `max_new_tokens` is also an
+    options. These can differ between calls. The tokens are the same as those of `generate`. `max_new_tokens` is also an
     input; it is capped at the value in `cfg`, which sets the size of the arrays.
 
     Args:

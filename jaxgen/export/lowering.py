@@ -44,8 +44,8 @@ def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], a
             raise ConfigError(f"{name} needs the host, which an exported program does not call: leave it out")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(
-            "prefix_allowed_tokens_fn must be a TokenAutomaton: a function is called on the host, which an exported "
-            "program does not do"
+            "prefix_allowed_tokens_fn must be a TokenAutomaton: a Python function would have to be called on the "
+            "host, which an exported program cannot do"
         )
 
 

@@ -369,7 +369,10 @@ def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
     if isinstance(logits_to_keep, int | np.integer) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0:
         return x[:, -int(logits_to_keep) :]
     if not isinstance(logits_to_keep, jax.Array | np.ndarray) or logits_to_keep.ndim != 2:
-        raise InputError(f"logits_to_keep must be 0 (all), n or int32[B, n], got {logits_to_keep!r}")
+        raise InputError(
+            "logits_to_keep must be an int >= 0 (0 keeps all positions) or an int32 array of shape [B, n], "
+            f"got {logits_to_keep!r}"
+        )
     return jnp.take_along_axis(x, logits_to_keep[:, :, None], axis=1)
 
 

@@ -107,7 +107,8 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the sharding of each parameter, by its dotted name; `mesh` is as in `divide`.
 
-    If some are `Weight`s, pass all parameters by name as `weights`: each array of a `Weight` has its own sharding.
+    If any parameters are `Weight`s, pass all parameters by dotted name as `weights`, because each array of a `Weight`
+    has its own sharding.
     """
     mesh = divide(model, mesh)
     return {name: _sharding(name, weight, mesh) for name, weight in (weights or param_shapes(model)).items()}

@@ -325,8 +325,8 @@ class Tokenizer:
         rows = rows_of(out)
         if lengths is not None and prompt_width is None:
             raise InputError(
-                "lengths are the numbers of generated tokens: pass prompt_width too, the width of ids, or 0 for "
-                "sequences without prompts"
+                "lengths count only generated tokens, so prompt_width is needed as well: pass the width of the "
+                "prompts, or 0 if the sequences have no prompts"
             )
         if prompt_width is not None and operator.index(prompt_width) < 0:
             raise InputError(f"prompt_width must be at least 0, got {prompt_width}")

@@ -122,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` as it follows `before`; if a token would span the boundary, encode `text` by itself."""
+    """Return the ids of `text` after `before`. If a token would span the boundary, `text` is encoded by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:

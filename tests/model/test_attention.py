@@ -35,7 +35,10 @@ def small_blocks(monkeypatch):
 
 @dataclasses.dataclass
 class Case:
-    """Rows with `steps` queries each, `shared` cache slots of a prefix, and `slots` of their own, unevenly filled."""
+    """A batch in which each row has `steps` queries.
+
+    The cache has `shared` slots for a prefix and `slots` for each row, unevenly filled.
+    """
 
     steps: int
     slots: int
