@@ -61,8 +61,8 @@ def convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(source)
     if (kind := checkpoint.kind) and options.dtype is not None and options.quantize is None:
         raise ConfigError(
-            f"{source} has {kind.title} matrices, whose numbers --dtype does not change: add --quantize none to write "
-            f"them in {options.dtype}, or --quantize {kind.name} to write only the rest in it"
+            f"{source} has {kind.title} matrices, which --dtype does not affect: add --quantize none to convert them "
+            f"to {options.dtype}, or --quantize {kind.name} to convert only the other tensors"
         )
     if options.merge_adapter is not None:
         checkpoint = merge_adapter(checkpoint, options.merge_adapter)

@@ -131,12 +131,12 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
     model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
     if any(isinstance(weight, Adapters) for weight in weights.values()):
-        raise InputError("params have several adapters, but a directory has one: attach the one to save")
+        raise InputError("params have several adapters, but a directory stores only one: attach only the one to save")
     updates = {name.removesuffix(".weight"): x for name, x in weights.items() if isinstance(x, LowRank)}
     if not updates:
         raise InputError("params have no adapter: attach one with load_adapter or jaxgen.training.lora.attach")
     if "model.embed_tokens" in updates:
-        raise InputError("the embedding has an update, which is not written: leave it out")
+        raise InputError("the embedding has an update, which cannot be saved: leave it out")
     arrays = {}
     for name, update in updates.items():
         arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.asarray(update.a)

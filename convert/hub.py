@@ -47,7 +47,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     if os.path.isdir(model):
         return Path(model)
     if os.path.exists(model):
-        raise InputError(f"{model} is a file: pass the directory that it is in")
+        raise InputError(f"{model} is a file: pass the directory that contains it")
     match = _ID.fullmatch(model)
     if match is None or len(match[1]) > _LONGEST_ID:
         raise InputError(f"{shown(model)} is neither a directory nor a hub id, such as Qwen/Qwen2.5-0.5B-Instruct")
@@ -59,7 +59,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     _check_config(model, directory)
     directory = _fetch(name, directory.name, ["*.safetensors"])  # the directory is named after its commit
     if not any(directory.glob("*.safetensors")):
-        raise InputError(f"{model} has no *.safetensors, and no other format of weights is read{_IF_INTERRUPTED}")
+        raise InputError(f"{model} has no *.safetensors, and no other format of weights is supported{_IF_INTERRUPTED}")
     return directory
 
 
@@ -96,7 +96,7 @@ def _checked_responses(client: Any) -> Iterator[None]:
         found += [("commit", response.headers.get("X-Repo-Commit"), _COMMIT), ("commit", _commit(response), _COMMIT)]
         for name, value, allowed in found:
             if value is not None and not allowed.fullmatch(value):
-                raise InputError(f"{response.url.host} sends a damaged {name}: {shown(value)}")
+                raise InputError(f"{response.url.host} sent an invalid {name}: {shown(value)}")
 
     before = client.event_hooks
     client.event_hooks = {**before, "response": [*before.get("response", []), check]}

@@ -132,7 +132,7 @@ def checkpoint_directory(path) -> Path:
         return path
     if os.path.lexists(path):
         kind = "a file" if path.is_file() else "not a directory"
-        raise CheckpointError([f"{path} is {kind}: pass the directory that it is in"])
+        raise CheckpointError([f"{path} is {kind}: pass the directory that contains it"])
     if path.name and os.path.isdir(replaced(path)):
         raise CheckpointError(
             [f"{path}: replacing it was interrupted; {replaced(path)} is the old one: rename it back"]

@@ -200,8 +200,8 @@ pipeline_tag: text-generation
 
 # The bundled model
 
-A Qwen2 model of {parameters:,} parameters that tells short stories about what it is asked for and answers a few simple
-questions. It shows what jaxgen does without a download. It knows nothing but the small world of its training text.
+A Qwen2 model with {parameters:,} parameters that tells short stories on request and answers a few simple questions.
+With it, jaxgen can be tried without a download. It knows only the small world of its training text.
 
 | | |
 |---|---|
@@ -211,13 +211,14 @@ questions. It shows what jaxgen does without a download. It knows nothing but th
 | context | {context} tokens |
 | training text | {conversations:,} conversations made by `corpus.py`: stories, questions and answers |
 | training | {steps:,} steps of {rows} x {context} tokens, AdamW at {rate:g}, loss on the answers |
-| held-out loss | {loss:.3f} per token of answers in 500 conversations |
-| stories | {told} of 200 unseen requests got one in which the hero and the thing that were asked for appear |
+| held-out loss | {loss:.3f} per token of the answers in 500 conversations |
+| stories | {told} of 200 unseen requests got a story with the requested hero and thing |
 
-Held out and unseen are combinations of hero, event and thing that training never had. Requests look like "Tell me a
-story about a brave fox who lost a key": a hero, and what happens to it; made-up words are fine.
+Held-out conversations and unseen requests use combinations of hero, event and thing that are not in the training text.
+A request looks like "Tell me a story about a brave fox who lost a key": a hero, and what happens to it. Made-up words
+also work.
 
-`python -m demo OUT` makes all of it again, including this card.
+`python -m demo OUT` builds everything again, including this card.
 """
 
 if __name__ == "__main__":

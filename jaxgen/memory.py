@@ -26,7 +26,7 @@ def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[
     free = free_bytes(device)
     if free is not None and needed * count > free:
         raise InputError(
-            f"{what.format(size_text(needed * count))} and only {size_text(free)} is free{where}: try "
+            f"{what.format(size_text(needed * count))}, but only {size_text(free)} is free{where}: try "
             f"{remedy(free // count)}"
         )
 

@@ -63,7 +63,9 @@ def warmup(
     check_call(params, cfg)
     refuse_unavailable(cfg)
     if prefix_allowed_tokens_fn is not None and not isinstance(prefix_allowed_tokens_fn, TokenAutomaton):
-        raise TypeError("prefix_allowed_tokens_fn must be a TokenAutomaton here: a function is compiled in each call")
+        raise TypeError(
+            "prefix_allowed_tokens_fn must be a TokenAutomaton here: programs with a function are not reused"
+        )
     if cfg.token_healing:
         raise InputError("programs with token_healing depend on the prompts: leave it out, or call generate itself")
     draft = None

@@ -80,7 +80,7 @@ def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
     ]
     asked = []
     check_free("it needs {}", most, devices, lambda free: "less")
-    with pytest.raises(InputError, match=r"^it needs 0.0 MB and only 0.0 MB is free.*: try less$"):
+    with pytest.raises(InputError, match=r"^it needs 0.0 MB, but only 0.0 MB is free.*: try less$"):
         check_free("it needs {}", most + 1, devices, lambda free: asked.append(free) or "less")
     assert asked == [most]  # the free bytes per device
 

@@ -122,7 +122,7 @@ def test_an_engine_that_fails_in_process_0_fails_in_all(tmp_path, both):
     save_hf(random_params(MODEL), CFG, tmp_path / "one")
     first, second = both("fail to lead", (1, 8), tmp_path / "one")
     assert first["errors"] == ["division by zero"] * 2
-    assert second["errors"] == ["the engine failed in process 0, which has the reason"]
+    assert second["errors"] == ["the engine failed in process 0, which reports the reason"]
 
 
 DIFFERENT = "the processes created the engine with different arguments: they must be the same in all"

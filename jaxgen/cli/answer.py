@@ -181,8 +181,8 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
         reason = "--assistant"
     if reason is None and options.batch_size is not None:
         raise InputError(
-            f"--batch-size is for runs in batches, but {cfg.mode} runs in slots, each of which goes to the next prompt "
-            "when its answer ends: use --slots"
+            f"--batch-size is for runs in batches, but {cfg.mode} runs in slots, each of which takes the next prompt "
+            "when an answer ends: use --slots"
         )
     if reason is not None and options.slots is not None:
         raise InputError(

@@ -140,7 +140,8 @@ class Chat:
         texts = all(isinstance(message.get("content"), str) for message in messages)
         if not texts or roles != ["user", "assistant"] * (len(turns) // 2):
             raise InputError(
-                f"{path}: messages must be texts, alternating between user and assistant after at most one of system"
+                f"{path}: messages must be text and alternate between user and assistant, after at most one system "
+                "message"
             )
         self.reset(system)
         self.turns = turns

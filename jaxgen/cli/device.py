@@ -22,7 +22,7 @@ def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractCont
         devices = jax.devices(platform)
     except RuntimeError as error:
         name = "jax" if platform is None else f"--device {platform}"
-        raise InputError(f"{name} finds no device: {error}") from error
+        raise InputError(f"{name} found no device: {error}") from error
     if number is None and devices[0].platform == jax.default_backend():
         return contextlib.nullcontext()
     if (number or 0) >= len(devices):

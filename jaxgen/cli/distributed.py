@@ -77,7 +77,7 @@ def join(options: argparse.Namespace) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise InputError(
-            f"the processes could not be joined: {error}; give --coordinator HOST:PORT, --processes N and --process I"
+            f"the processes could not be connected: {error}; set --coordinator HOST:PORT, --processes N and --process I"
         ) from error
     sys.excepthook = _end
     # Only answers may reach stdout, so discard what C++ code prints there, such as Gloo's connection messages.

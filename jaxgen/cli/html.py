@@ -27,7 +27,7 @@ def check_target(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise InputError(f"--html {path} is not a regular file: choose another name")
     if path.exists() and MARK.encode() not in path.read_bytes()[:1000]:
-        raise InputError(f"--html {path}: the file is not a page of this command: choose another name")
+        raise InputError(f"--html {path}: the file was not written by this command: choose another name")
 
 
 def write_page(path: Path, session: Session, model: str, prompt: str, out: GenerateOutput) -> None:

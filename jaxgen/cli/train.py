@@ -95,7 +95,7 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     source = open_checkpoint(local_directory(options.model))
     if source.kind:
         raise ConfigError(
-            f"{source.path} is quantized, and cannot be trained: train the original checkpoint, or convert this one "
+            f"{source.path} is quantized and cannot be trained: train the original checkpoint, or convert this one "
             "with python -m convert --quantize none"
         )
     model = source.cfg.model
@@ -125,9 +125,7 @@ def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -
     check_vocabulary((max(example.ids, default=0) for example in examples), model)
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
-        raise InputError(
-            f"{file}: there is nothing to learn from in the first {width} tokens of any line: raise --width"
-        )
+        raise InputError(f"{file}: no line has tokens to learn from among its first {width}: raise --width")
     if cut:
         warn(
             f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and were truncated: "

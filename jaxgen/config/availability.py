@@ -106,7 +106,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
                 "chunks. Leave it out"
             )
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
-        raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")
+        raise ConfigError("exponential_decay_length_penalty raises the scores of eos tokens: set eos_token_id too")
     if cfg.top_logprobs > vocab:
         raise ConfigError(f"top_logprobs={cfg.top_logprobs} exceeds the {vocab} tokens of the vocabulary")
 
@@ -115,8 +115,8 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
     for phrase in phrases:
         if ends := set(phrase[:-1]) & set(eos):
             raise ConfigError(
-                f"{name} has {list(phrase)}, in which the eos token {min(ends)} is not the last: a text ends "
-                "there. Encode phrases without special tokens"
+                f"{name} has {list(phrase)}, in which tokens follow the eos token {min(ends)}, but a text ends there: "
+                "encode phrases without special tokens"
             )
 
 

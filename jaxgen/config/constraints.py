@@ -76,7 +76,7 @@ class DisjunctiveConstraint:
         for shorter, longer in itertools.pairwise(ordered):
             if longer[: len(shorter)] == shorter:
                 raise ConfigError(
-                    f"nested_token_ids has {list(shorter)}, with which {list(longer)} begins: remove one of them"
+                    f"nested_token_ids has {list(shorter)}, which is a prefix of {list(longer)}: remove one of them"
                 )
         object.__setattr__(self, "nested_token_ids", alternatives)
 

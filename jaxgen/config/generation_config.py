@@ -388,7 +388,7 @@ def _check(cfg: GenerationConfig) -> None:
 def _check_beams(cfg: GenerationConfig) -> None:
     if cfg.constrained and (cfg.do_sample or cfg.num_beam_groups != 1):
         name = "constraints" if cfg.constraints is not None else "force_words_ids"
-        raise ConfigError(f"{name} works with plain beam search: set do_sample=False and num_beam_groups=1")
+        raise ConfigError(f"{name} works only with plain beam search: set do_sample=False and num_beam_groups=1")
     if cfg.on("diversity_penalty") or cfg.num_beam_groups != 1:
         if cfg.do_sample:
             raise ConfigError("num_beam_groups and diversity_penalty need do_sample=False")

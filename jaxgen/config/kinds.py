@@ -193,7 +193,7 @@ class Layers(Static):
         if not isinstance(value, tuple) or not all(type(layer) is int for layer in value):
             raise TypeError(f"{name} must be 'low', 'high' or a list of layers, got {value!r}")
         if not value or min(value) < 0:
-            raise ConfigError(f"{name} must have at least one layer, and none below 0, got {list(value)}")
+            raise ConfigError(f"{name} must have at least one layer and no negative numbers, got {list(value)}")
         return tuple(dict.fromkeys(value))
 
 

@@ -62,7 +62,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     if isinstance(given, tuple):
         if max(given) >= layers:
             raise ConfigError(
-                f"dola_layers={list(given)} has the layer {max(given)}: the layers before the last are 0 (the "
+                f"dola_layers={list(given)} has the layer {max(given)}, but the layers before the last are 0 (the "
                 f"embeddings) to {layers - 1}"
             )
         return given
@@ -75,7 +75,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     chosen = (start,) if start == layers // 2 else tuple(range(start, end, 2))
     if not chosen:
         raise ConfigError(
-            f"dola_layers='low' has no layer left in a model of {layers} layers with tied embeddings: "
+            f"dola_layers='low' selects no layer in a model of {layers} layers with tied embeddings: "
             "set dola_layers='high' or a list"
         )
     return chosen

@@ -394,7 +394,7 @@ class Engine:
         assert self._processes is not None
         while (plan := self._processes.receive()).step != Step.END:
             if plan.step == Step.FAIL:
-                raise EngineClosed("the engine failed in process 0, which has the reason")
+                raise EngineClosed("the engine failed in process 0, which reports the reason")
             if plan.step == Step.CHUNK:
                 with self._changed:
                     self._changed.wait_for(lambda plan=plan: plan.version <= self._version)

@@ -81,7 +81,7 @@ def read_description(path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:
             description = json.loads(file.read(DESCRIPTION))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise InputError(f"{path} is not a file of exported programs: pass one that export has written") from error
+        raise InputError(f"{path} is not a file of exported programs: pass a file that jaxgen.export wrote") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise InputError(f"{path} does not have format {FORMAT}: read it with the version of jaxgen that wrote it")
     return description

@@ -159,7 +159,7 @@ def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int |
 
 
 def integer_bounds(schema: dict[str, Any], where: str = "") -> tuple[int | None, int | None]:
-    """Return the smallest and the largest integer that the schema's bounds allow; None without a bound."""
+    """Return the smallest and the largest integer that the schema's bounds allow; None means no bound."""
     given = {name: schema[name] for name in BOUNDS if name in schema}
     for name, bound in given.items():
         if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) >= 10**MOST_DIGITS:

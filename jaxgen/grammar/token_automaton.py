@@ -114,8 +114,8 @@ class TokenAutomaton:
         useful = useful_states(transitions, automaton.accepting, automaton.start)
         if not useful[automaton.start]:
             raise InputError(
-                "no text of the grammar can be written with the tokenizer's tokens: allow what they can form "
-                "(SentencePiece has many words only with a leading space)"
+                "the tokenizer's tokens cannot form any text of the grammar: change the grammar (many SentencePiece "
+                "words have a leading space)"
             )
         return _padded(classes, *restricted(transitions, automaton.accepting, automaton.start, useful))
 

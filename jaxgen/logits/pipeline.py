@@ -103,8 +103,8 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
         return function(history, scores)
     except (ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError) as error:
         raise InputError(
-            f"a function of {argument} uses the value of an array, but it is compiled before there are values: use "
-            "jax.numpy in place of numpy, jnp.where in place of if, and no float(), int() or .item()"
+            f"a function in {argument} uses the value of an array, but is traced without values: use jax.numpy "
+            "instead of numpy, jnp.where instead of if, and no float(), int() or .item()"
         ) from error
 
 

@@ -100,7 +100,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Detects watermarked text, as transformers' `WatermarkDetector`, but with the green lists that `watermark` uses.
+    """Detects watermarked text like transformers' `WatermarkDetector`, but with the green lists that `watermark` uses.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))
@@ -165,7 +165,7 @@ class WatermarkDetector:
             tokens = tokens[1:]
         width = self.config.context_width
         if len(tokens) <= width:
-            raise InputError(f"row {row} has {len(tokens)} tokens, context_width={width} needs more: leave the row out")
+            raise InputError(f"row {row} has {len(tokens)} tokens, too few for context_width={width}: leave it out")
         # The number of tokens that determine whether a token is green, including the token itself.
         size = width if self.config.seeding_scheme == "selfhash" else width + 1
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)

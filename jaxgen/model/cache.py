@@ -164,7 +164,7 @@ class KVCache:
         if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
             raise InputError(
                 f"the cache belongs to another model: it has {layers} layers, {heads} heads and head size {size}; this "
-                f"one {cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
+                f"model has {cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
@@ -209,11 +209,11 @@ class KVCache:
             InputError: the shapes or dtypes of `source` do not match, the prefix has several rows, or rows share slots.
         """
         if self.owners is not None:
-            raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
+            raise InputError("rows that share slots cannot be replaced: use a cache whose rows have their own slots")
         if self.prefix is not None and self.prefix.rows > 1:
             raise InputError(
-                f"rows cannot be replaced over a prefix of {self.prefix.rows} rows, which belong to their prompts: "
-                "`reorder` returns a cache in one part"
+                f"rows cannot be replaced if the prefix has several rows, got {self.prefix.rows}: use a cache without "
+                "a prefix, such as `reorder` returns"
             )
         sizes, given = ([_form(part) for part in cache.parts] for cache in (self, source))
         if sizes != given:

@@ -67,7 +67,7 @@ def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
     if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
         raise ConfigError(
             f"model_type {config['model_type']} has no sliding windows: use_sliding_window must be false, "
-            f"layer_types may only have {FULL}"
+            f"layer_types may contain only {FULL}"
         )
     return (None,) * config["num_hidden_layers"]
 
@@ -77,7 +77,7 @@ def _windows_where_switched_on(config: Mapping[str, Any]) -> tuple[int | None, .
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if not config.get("use_sliding_window"):
         if SLIDING in (types or ()):
-            raise ConfigError(f"layer_types has {SLIDING}, but use_sliding_window is not true")
+            raise ConfigError(f"layer_types contains {SLIDING}, but use_sliding_window is not true")
         return (None,) * layers
     needed = ["sliding_window"] if types else ["sliding_window", "max_window_layers"]
     if missing := [key for key in needed if config.get(key) is None]:

@@ -67,7 +67,7 @@ class Int8:
         return self.values.shape
 
     def specs(self, spec: PartitionSpec) -> Int8:
-        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 

@@ -53,7 +53,7 @@ class LowRank(_Updated):
     b: jax.Array
 
     def specs(self, spec: PartitionSpec) -> LowRank:
-        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
         outputs, inputs = spec or (None, None)
         factors: Any = PartitionSpec(None, inputs), PartitionSpec(outputs, None)
         return LowRank(self._specs(spec), *factors)
@@ -105,7 +105,7 @@ class Adapters(_Updated):
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
-        """Return the `PartitionSpec` of each array; `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
         outputs, inputs = spec or (None, None)
         a: Any = PartitionSpec(None, None, None, inputs)
         b: Any = PartitionSpec(None, None, outputs)

@@ -61,7 +61,7 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
     theirs, ours = own.model.vocab_size, cfg.model.vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
-            f"the assistant has a vocabulary of {theirs} tokens, but the model of {ours}: use an assistant with the "
+            f"the assistant has a vocabulary of {theirs} tokens, but the model's has {ours}: use an assistant with the "
             "model's tokenizer"
         )
 
@@ -84,7 +84,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
         raise ConfigError(f"assistant_early_exit={early} must be less than the model's {layers} layers")
     if (early is not None or assistant is not None) and not has_ids:
         raise InputError(
-            "a draft model reads the ids of all tokens, but those of the embeddings or the cache are not known: "
+            "a draft model reads the ids of all tokens, but the ids of embedded or cached tokens are not known: "
             "pass ids, or leave the draft model out"
         )
 

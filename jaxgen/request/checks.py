@@ -61,7 +61,7 @@ def check_adapter(adapter: Any, count: int) -> None:
     """Raise an error if any value of the option `adapter` is out of range for `count` adapters."""
     if not is_tracer(adapter) and (largest := int(np.max(adapter))) >= count:
         has = f"params have {count} adapters" if count else "params have no adapters to choose from"
-        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list, numbered from 0")
+        raise InputError(f"adapter={largest}, but {has}: load_adapter attaches a list of adapters, numbered from 0")
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:
@@ -86,8 +86,8 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
     readers += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
     if readers and cache.tokens is None:
         raise InputError(
-            f"{readers[0]} depends on all tokens of a row, but the ids of those in this cache are not known: continue "
-            "from the cache of a generate() output, or leave the option out"
+            f"{readers[0]} depends on all tokens of a row, but the ids of the tokens in this cache are not known: "
+            "continue from the cache of a generate() output, or leave the option out"
         )
 
 
@@ -105,8 +105,8 @@ def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: E
             )
     if isinstance(extensions.allowed, HostFunction):
         raise ConfigError(
-            f"prefix_allowed_tokens_fn is called with a row's number, but with slots={cfg.slots} rows change: use a "
-            "TokenAutomaton"
+            f"prefix_allowed_tokens_fn receives the index of a row, but with slots={cfg.slots}, the sequences in the "
+            "rows change: use a TokenAutomaton"
         )
     if cache is not None and cache.rows != 1:
         raise InputError(
@@ -132,7 +132,7 @@ def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int
     vocab = cfg.model.vocab_size
     if tokens != vocab:
         raise InputError(
-            f"the automaton has a vocabulary of {tokens}, but the model of {vocab}: build it with vocab_size={vocab}"
+            f"the automaton has a vocabulary of {tokens}, but the model's is {vocab}: build it with vocab_size={vocab}"
         )
     if starts not in (1, prompts):
         raise InputError(f"the automaton is stacked for {starts} prompts, but there are {prompts}: stack one for each")

@@ -35,7 +35,7 @@ def _array(x, message: str) -> Array:
 def token_ids(given, model: ModelConfig) -> Array:
     """Return prompts as int32[B, P], checked against the vocabulary if they are concrete."""
     if isinstance(given, tuple) and hasattr(given, "attention_mask"):
-        raise TypeError("ids is a whole Batch: pass batch.ids, and attention_mask=batch.attention_mask")
+        raise TypeError("ids is a Batch: pass batch.ids, and attention_mask=batch.attention_mask")
     if isinstance(given, Mapping):
         raise TypeError("ids is a dict: pass its input_ids, and its attention_mask as attention_mask=")
     ids = _array(given, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
@@ -74,7 +74,7 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
             return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
     if ids is None:
         if continues:
-            raise InputError("ids is None with cache=: pass the new tokens")
+            raise InputError("ids is None, but a cache was passed: pass the new tokens too")
         if cfg.bos_token_id is None:
             raise InputError("ids and bos_token_id are both None: pass prompts, or set bos_token_id, the first id")
         ids = [[cfg.bos_token_id]]
@@ -99,11 +99,11 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
         if mask.shape != ids.shape:
             raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
         if not is_traced(mask) and not np.all((mask == 0) | (mask == 1)):
-            raise InputError("attention_mask must be 0 for padding and 1 for tokens, and nothing else")
+            raise InputError("attention_mask must contain only 0 for padding and 1 for tokens")
         mask = mask.astype(bool)
     if not is_traced(mask) and not np.all(np.any(mask, axis=-1)):
         row = int(np.argmin(np.any(mask, axis=-1)))
-        raise InputError(f"prompt {row} is empty, all of it is padding: add a token such as BOS")
+        raise InputError(f"prompt {row} is empty (all padding): add a token such as BOS")
     return mask
 
 

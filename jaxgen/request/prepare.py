@@ -230,8 +230,8 @@ def _budget(
         if longest >= cfg.max_length:
             tokens = f"{longest} tokens" if eager else f"room for {longest} tokens"
             raise InputError(
-                f"the longest prompt has {tokens} and max_length={cfg.max_length} counts them: raise it, or set "
-                "max_new_tokens"
+                f"the longest prompt has {tokens}, and max_length={cfg.max_length} includes the prompt: raise it, or "
+                "set max_new_tokens"
             )
         budget = (cfg.max_length - lengths).astype(np.int32)
         new_tokens = int(budget.max()) if eager else cfg.max_length - room

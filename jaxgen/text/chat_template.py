@@ -39,7 +39,7 @@ def named(template: Any) -> dict[str, str]:
             raise ConfigError("chat_template must be a string or a list of objects with a name and a template each")
         if len(fields["template"]) > LARGEST:
             size = len(fields["template"])
-            raise ConfigError(f"chat_template has {size:,} characters, more than the {LARGEST:,} that are read")
+            raise ConfigError(f"chat_template has {size:,} characters, more than the maximum of {LARGEST:,}")
         templates[fields["name"]] = fields["template"]
     return templates
 
@@ -134,8 +134,8 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
             continue
         near = difflib.get_close_matches(role[:100], ROLES, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(ROLES)}, or a role that the template names"
-        raise InputError(f"message {i} has the role {shown(role)}, which the chat template does not name: {advice}")
+        advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(ROLES)}, or a role from the template"
+        raise InputError(f"message {i} has the role {shown(role)}, which does not occur in the chat template: {advice}")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

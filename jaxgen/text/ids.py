@@ -51,8 +51,8 @@ def without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
         if different is not None:
             raise InputError(
                 f"conversation {i} does not begin with the {len(prefix)} tokens of after: token {different} differs. "
-                "Pass the messages, tools and variables that chat_prefix had first, or call chat without after"
+                "Begin with the same messages, tools and variables as in chat_prefix, or call chat without after"
             )
         if prefix and len(row) == len(prefix):
-            raise InputError(f"conversation {i} has only the {len(prefix)} tokens of after: add a message")
+            raise InputError(f"conversation {i} has no tokens besides the {len(prefix)} of after: add a message")
     return [row[len(prefix) :] for row in rows]

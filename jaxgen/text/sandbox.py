@@ -62,7 +62,7 @@ class _Limits:
         self.count(1)
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
-            raise TooMuch(f"makes more than {self.all:,} characters in all")
+            raise TooMuch(f"creates more than {self.all:,} characters in total")
         return value
 
     def count(self, steps: int) -> None:
@@ -76,16 +76,16 @@ class _Limits:
     def check(self, size: int) -> None:
         """Raise an error if a value of this size would be too large."""
         if size > self.largest:
-            raise TooMuch(f"makes a value of more than {self.largest:,} characters")
+            raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
         """Raise an error if a filter's or string method's result would be too large; `sign` starts a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
-            raise TooMuch(f"uses {name}, which is not offered")
+            raise TooMuch(f"uses {name}, which is not allowed")
         if name in ("format", "format_map"):
             if _WIDE[sign].search(str(value)):
-                raise TooMuch("formats with a width of more than 999 characters, or an attribute or an item")
+                raise TooMuch("has a format field with a width of more than 999 characters, an attribute or an item")
             self.check(len(str(value)) + str(value).count(sign) * size_of(arguments, self.largest))
         elif name == "replace" and isinstance(value, str) and len(positional) > 1 and not named:
             self.check(len(value) + value.count(str(positional[0])) * _extent(positional[1]))
@@ -133,7 +133,7 @@ def size_of(value: Any, largest: int) -> int:
             break
         size += size_of(item, largest)
     if size > largest:
-        raise TooMuch(f"makes a value of more than {largest:,} characters")
+        raise TooMuch(f"creates a value of more than {largest:,} characters")
     return size
 
 
@@ -184,7 +184,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length()
             if (bits * abs(right) if operator == "**" else bits + right.bit_length()) > _LARGEST_INTEGER:
-                raise TooMuch(f"makes an integer of more than {_LARGEST_INTEGER:,} bits")
+                raise TooMuch(f"creates an integer of more than {_LARGEST_INTEGER:,} bits")
         elif operator == "*" and not isinstance(left, float) and not isinstance(right, float):
             limits.check(_extent(left) * _extent(right))
         return limits.counted(self.binop_table[operator](left, right))

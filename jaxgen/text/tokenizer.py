@@ -131,7 +131,7 @@ class Tokenizer:
 
     def __call__(self, *_: Any, **__: Any) -> None:
         """Raise an error that names the methods to use instead."""
-        raise TypeError(f"a Tokenizer is not called: use {ELSEWHERE['__call__']}")
+        raise TypeError(f"a Tokenizer is not callable: use {ELSEWHERE['__call__']}")
 
     def __getattr__(self, name: str) -> Any:
         hint = f": use {ELSEWHERE[name]}" if name in ELSEWHERE else ""

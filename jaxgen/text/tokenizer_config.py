@@ -119,7 +119,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
     # are added, and in old releases of the library, `add_tokens` ignores `special`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
-        raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")
+        raise ConfigError(f"{len(tokens)} added tokens, in which special and other tokens alternate {len(runs)} times")
     with library_errors("the added tokens"):
         for is_special, run in runs:
             (backend.add_special_tokens if is_special else backend.add_tokens)(run)

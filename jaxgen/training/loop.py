@@ -127,7 +127,7 @@ class TrainState:
             InputError: the parameters are quantized.
         """
         if has_quantized(params):
-            raise InputError("params are quantized, and cannot be trained: load them with quantize='none'")
+            raise InputError("params are quantized and cannot be trained: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 

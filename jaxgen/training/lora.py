@@ -27,7 +27,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")
     if unknown := sorted(set(targets) - set(TARGETS)):
-        raise ConfigError(f"there are no projections {', '.join(unknown)}: choose from {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown projections {', '.join(unknown)}: choose from {', '.join(TARGETS)}")
 
     def updates(node, key):
         chosen = {}

@@ -48,7 +48,7 @@ def test_only_a_page_is_replaced(run, refused, checkpoint, tmp_path):
         assert run("--model", checkpoint, prompt, "-n", 1, "--html", page)[0] == 0
     assert settings_of(page.read_text("utf-8"))["prompt"] == "B"
     other.write_text("<!doctype html>")
-    assert "is not a page of this command" in refused("--model", checkpoint, "A", "--html", other)
+    assert "was not written by this command" in refused("--model", checkpoint, "A", "--html", other)
     assert other.read_text() == "<!doctype html>"
     assert "does not exist" in refused("--model", checkpoint, "A", "--html", tmp_path / "no" / "page.html")
     assert "is a directory" in refused("--model", checkpoint, "A", "--html", tmp_path)

@@ -96,7 +96,7 @@ class TestForms:
     def test_the_form_that_is_not_used_is_refused(self, refused, drawn, monkeypatch):
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         line = refused(*drawn, "--batch-size", 4)
-        assert "--batch-size is for runs in batches, but sample runs in slots, each of which goes to the" in line
+        assert "--batch-size is for runs in batches, but sample runs in slots, each of which takes the next" in line
         for option in (["--num-beams", 2], ["--penalty-alpha", 0.5, "--top-k", 4, "--no-do-sample"]):
             line = refused(*drawn[:4], *option, "--slots", 4)
             assert "--slots works with greedy search, sampling and DoLa, not with" in line

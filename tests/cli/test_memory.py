@@ -98,7 +98,7 @@ def test_the_text(refusal, checkpoint):
     size = weights_bytes(checkpoint) / 1e6
     text = refusal(1000)
     assert text.startswith("this request needs 0.")
-    assert f"({size:.1f} MB of weights) and only 0.0 MB is free: try a smaller model or a machine with more" in text
+    assert f"({size:.1f} MB of weights), but only 0.0 MB is free: try a smaller model or a machine with more" in text
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ class TestChat:
             (b"\xff", "is not a conversation: "),
             (b"[" * 100_000, "not valid JSON: nested too deeply"),
             (b'{"messages": []}', "it must be"),
-            (b'{"messages": [{"role": "user", "content": "A"}]}', "alternating between user and assistant"),
-            (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be texts"),
+            (b'{"messages": [{"role": "user", "content": "A"}]}', "alternate between user and assistant"),
+            (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be text"),
         ],
     )
     def test_files_that_are_no_conversation(self, say, tmp_path, content, words):
@@ -462,8 +462,8 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("name", "words"),
         [
-            ("tpu", "--device tpu finds no device"),
-            ("gpu:1", "--device gpu finds no device"),
+            ("tpu", "--device tpu found no device"),
+            ("gpu:1", "--device gpu found no device"),
             ("cpu:8", "--device cpu:8: the last device is cpu:7"),
             ("npu", "'npu' must be cpu, gpu or tpu, optionally with a number, such as gpu:1"),
             ("cpu:-1", "must be cpu, gpu or tpu"),

@@ -81,7 +81,7 @@ def test_a_platform_that_is_not_there():
     environment = {**os.environ, "JAX_PLATFORMS": "foo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "jax finds no device: Unable to initialize backend 'foo'" in done.stderr
+    assert "jax found no device: Unable to initialize backend 'foo'" in done.stderr
 
 
 def test_debug_shows_tracebacks(run, checkpoint):

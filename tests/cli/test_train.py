@@ -300,7 +300,7 @@ class TestMistakes:
             ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
             ([], {"width": 513}, "--width 513 exceeds the model's context of 512 tokens"),
             ([], {"width": 1}, "at least 2 tokens"),
-            ([], {"width": 10}, "nothing to learn from in the first 10 tokens of any line: raise --width"),
+            ([], {"width": 10}, "no line has tokens to learn from among its first 10: raise --width"),
             ([], {"lora": -1}, "--lora: -1 must be at least 0"),
             ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: set --lora RANK too"),
             ([], {"dtype": "int8"}, "--dtype"),

@@ -191,7 +191,11 @@ def test_stop_strings_per_prompt():
         ({"force_words_ids": [[-1]]}, ConfigError, "force_words_ids: token_ids must contain token ids >= 0"),
         ({"force_words_ids": [["a"]]}, TypeError, "force_words_ids: token_ids must contain token ids"),
         ({"force_words_ids": [[[1, 2], 3]]}, TypeError, "force_words_ids: nested_token_ids must be made of lists"),
-        ({"force_words_ids": [[[1, 2, 3], [4], [1, 2]]]}, ConfigError, r"has \[1, 2\], with which \[1, 2, 3\] begins"),
+        (
+            {"force_words_ids": [[[1, 2, 3], [4], [1, 2]]]},
+            ConfigError,
+            r"has \[1, 2\], which is a prefix of \[1, 2, 3\]",
+        ),
         ({"force_words_ids": np.ones((2, 2), int)}, ConfigError, "must have 3 axes"),
         ({"constraints": []}, ConfigError, "constraints must not be empty"),
         ({"constraints": PhrasalConstraint([1])}, TypeError, "constraints must be a list"),

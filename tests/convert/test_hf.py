@@ -224,7 +224,7 @@ def test_a_link_to_a_file_that_is_gone(qwen2):
 
 
 def test_paths_that_are_not_directories(qwen2, tmp_path, monkeypatch):
-    assert "pass the directory that it is in" in problems(qwen2 / SINGLE)[0]
+    assert "is a file: pass the directory that contains it" in problems(qwen2 / SINGLE)[0]
     assert "pass a local checkpoint directory" in problems(tmp_path / "absent")[0]
     assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
     (tmp_path / ".absent.replaced").mkdir()

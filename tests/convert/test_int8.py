@@ -142,7 +142,9 @@ def test_dequantized_matrices_have_the_dtype_of_the_config(tmp_path, call):
 def test_a_dtype_needs_to_know_which_tensors_it_is_for(int8, tmp_path, call):
     status, out, err = call(int8, tmp_path / "x", "--dtype", "bfloat16")
     assert (status, out) == (2, "")
-    assert "add --quantize none to write them in bfloat16, or --quantize int8 to write only the rest in it" in err
+    assert (
+        "add --quantize none to convert them to bfloat16, or --quantize int8 to convert only the other tensors" in err
+    )
     assert not (tmp_path / "x").exists()
     assert call(int8, tmp_path / "x", "--dtype", "bfloat16", "--quantize", "int8", "--check")[0] == 0
     params, cfg = load_hf(tmp_path / "x")

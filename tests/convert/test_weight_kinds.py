@@ -167,7 +167,7 @@ def test_one_kind_becomes_another(qwen2, quantized, tmp_path):
 
 def test_what_is_refused(qwen2, quantized, saved, tmp_path):
     params, cfg = quantized
-    with pytest.raises(InputError, match="params are quantized, and cannot be trained"):
+    with pytest.raises(InputError, match="params are quantized and cannot be trained"):
         TrainState.create(params, TrainConfig(steps=1))
     with pytest.raises(ConfigError, match="quantized, so their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)

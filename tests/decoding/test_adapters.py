@@ -116,7 +116,7 @@ def test_an_engine_serves_all_adapters(params):
             found = [handle.result()[0].tokens for handle in handles]
         assert count[0] == 0
         assert engine.counts().tokens == 48
-        with pytest.raises(InputError, match="adapter=3, and params have 3 adapters"):
+        with pytest.raises(InputError, match="adapter=3, but params have 3 adapters"):
             engine.submit(prompts[0], adapter=3)
     for number, tokens in enumerate(found):
         alone = generate(MERGED[number % 4 - 1], [prompts[0]], None, cfg)
@@ -154,7 +154,7 @@ def test_gradients_reach_only_the_rows_adapter(params):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [(3, "adapter=3, and params have 3 adapters"), ([0, 1, 5, 0], "adapter=5")]
+    ("given", "message"), [(3, "adapter=3, but params have 3 adapters"), ([0, 1, 5, 0], "adapter=5")]
 )
 def test_adapters_that_do_not_exist(params, given, message):
     with pytest.raises(InputError, match=message):

@@ -309,7 +309,7 @@ def test_tokens_without_ids_are_refused():
     with pytest.raises(InputError, match="assistant_confidence_threshold has 2 values for 3 prompts"):
         generate(CFG.replace(assistant_confidence_threshold=[0.1, 0.2]), **ITSELF)
     other = model_config(vocab_size=100)
-    with pytest.raises(InputError, match="a vocabulary of 100 tokens, but the model of 61"):
+    with pytest.raises(InputError, match="a vocabulary of 100 tokens, but the model's has 61"):
         generate(CFG, assistant=(random_params(other), GenerationConfig(model=other)))
 
 

@@ -188,7 +188,7 @@ def test_other_words_compile_nothing():
         ({"num_beams": 1, "num_return_sequences": 1}, "force_words_ids works with beam search only, got num_beams=1"),
         ({"do_sample": True}, "set do_sample=False"),
         ({"num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups=1"),
-        ({"force_words_ids": [[5], [7, 8]]}, r"force_words_ids has \[7, 8\], in which the eos token 7 is not the last"),
+        ({"force_words_ids": [[5], [7, 8]]}, r"force_words_ids has \[7, 8\], in which tokens follow the eos token 7"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens works with greedy search and sampling"),
     ],
 )

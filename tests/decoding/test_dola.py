@@ -257,7 +257,7 @@ def test_new_values_compile_nothing():
         ([1.5], TypeError, "dola_layers must be 'low', 'high' or a list"),
         ([], ConfigError, "at least one layer"),
         (np.array([]), ConfigError, "at least one layer"),
-        ([2, -1], ConfigError, "none below 0"),
+        ([2, -1], ConfigError, "no negative numbers"),
     ],
 )
 def test_other_values_are_refused(layers, error, text):
@@ -270,7 +270,7 @@ def test_layers_may_be_an_array():
 
 
 def test_a_layer_that_the_model_lacks_is_refused():
-    with pytest.raises(ConfigError, match=r"dola_layers=\[1, 7\] has the layer 7: .* 0 .the embeddings. to 6"):
+    with pytest.raises(ConfigError, match=r"dola_layers=\[1, 7\] has the layer 7, .* 0 .the embeddings. to 6"):
         run(CFG.replace(dola_layers=[1, 7]))
 
 

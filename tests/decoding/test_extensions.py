@@ -288,7 +288,7 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
     for call in (lambda function: function(params), lambda function: jax.jit(function)(params)):
         with pytest.raises(InputError, match="stacked for 2 prompts, but there are 4"):
             call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
-    with pytest.raises(InputError, match="automaton has a vocabulary of 50, but the model of"):
+    with pytest.raises(InputError, match="automaton has a vocabulary of 50, but the model's is"):
         generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
 
 

@@ -138,5 +138,5 @@ def test_insert_refuses_a_cache_of_other_parts(source):
 
 
 def test_insert_refuses_a_prefix_that_belongs_to_prompts():
-    with pytest.raises(InputError, match="over a prefix of 2 rows"):
+    with pytest.raises(InputError, match="the prefix has several rows, got 2"):
         filled(2, 5, copies=1).insert(filled(1, 5, copies=1), jnp.asarray([0]))

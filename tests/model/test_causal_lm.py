@@ -321,7 +321,7 @@ def test_labels_outside_the_vocabulary_make_the_loss_nan():
 
 
 def test_a_cache_of_other_rows_is_refused():
-    with pytest.raises(InputError, match="3 rows, the input has 2"):
+    with pytest.raises(InputError, match="3 rows, but the input has 2"):
         run(tokens(2, 1), cache=KVCache.create(CFG, 3, 4))
     with pytest.raises(InputError, match="at least one"):
         KVCache.create(CFG, 0, 4)

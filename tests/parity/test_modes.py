@@ -108,7 +108,7 @@ def test_the_layers_of_dola():
         model = model_config(num_hidden_layers=case["depth"], tie_word_embeddings=case["tied"])
         cfg = GenerationConfig(model=model, dola_layers=case["name"])
         if case["layers"] is None:
-            with pytest.raises(ConfigError, match=f"no layer left in a model of {case['depth']} layers"):
+            with pytest.raises(ConfigError, match=f"selects no layer in a model of {case['depth']} layers"):
                 candidate_layers(cfg)
         else:
             assert list(candidate_layers(cfg)) == case["layers"]

@@ -38,7 +38,7 @@ def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, pr
     model = model_config(vocab_size=1000, max_position_embeddings=2 * 10**9)
     cfg = GenerationConfig(model=model, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
     key = jax.random.key(0) if cfg.do_sample else None
-    with pytest.raises(InputError, match=f"this call needs .* GB and only .* is free: try {remedy}$"):
+    with pytest.raises(InputError, match=f"this call needs .* GB, but only .* is free: try {remedy}$"):
         generate(random_params(model), [[3, 4, 5]] * prompts, key, cfg)
 
 
@@ -71,7 +71,7 @@ def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, 
     params = random_params(WIDE)
     free(size)
     for _ in range(2):
-        with pytest.raises(InputError, match=r"^this call needs .* and only .* is free: try fewer prompts"):
+        with pytest.raises(InputError, match=r"^this call needs .*, but only .* is free: try fewer prompts"):
             generate(params, ids, None, cfg)
     monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 100 * size)
     with compilations() as count:

@@ -97,7 +97,7 @@ def test_under_jit_max_length_leaves_what_is_sure():
     given = prepared(PROMPTS, cfg)
     assert given.new_tokens == 21 - WIDTH
     assert given.request.budget.tolist() == [17] * 3
-    with pytest.raises(InputError, match="the longest prompt has room for 44 tokens and max_length=21"):
+    with pytest.raises(InputError, match="the longest prompt has room for 44 tokens, and max_length=21"):
         prepared(PROMPTS, cfg, cache=cache_of([10, 2, 5]))
 
 
@@ -117,7 +117,7 @@ def test_a_traced_budget_is_bounded_by_max_length():
     ("options", "error", "message"),
     [
         ({"max_new_tokens": [1, 2]}, InputError, "max_new_tokens has 2 values for 3 prompts"),
-        ({"max_new_tokens": None, "max_length": 4}, InputError, "has 4 tokens and max_length=4 counts them"),
+        ({"max_new_tokens": None, "max_length": 4}, InputError, "has 4 tokens, and max_length=4 includes the prompt"),
         ({"repetition_penalty": [1.5, 1.6]}, InputError, "repetition_penalty has 2 values for 3 prompts"),
         ({"do_sample": True}, InputError, "key is None"),
     ],

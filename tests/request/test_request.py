@@ -341,7 +341,7 @@ USES_VALUES = {
 @pytest.mark.parametrize("argument", ["logits_processor", "stopping_criteria"])
 @pytest.mark.parametrize("function", USES_VALUES.values(), ids=USES_VALUES)
 def test_functions_that_use_values_while_they_are_compiled(argument, function):
-    with pytest.raises(InputError, match=f"a function of {argument} uses the value of an array, .* jax.numpy in place"):
+    with pytest.raises(InputError, match=f"a function in {argument} uses the value of an array, .* jax.numpy instead"):
         run(**{argument: [function]})
 
 

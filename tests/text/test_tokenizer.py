@@ -344,7 +344,7 @@ class TestBatch:
         assert tok.decode_batch(rows[:, width:], lengths=out.lengths, prompt_width=0) == ["he!", "ll"]
         assert tok.decode_batch(out, lengths=[2, 0]) == ["he", ""]
         for bad, message in (
-            ({"lengths": [3, 1]}, "pass prompt_width too"),
+            ({"lengths": [3, 1]}, "prompt_width is needed as well"),
             ({"lengths": [3], "prompt_width": 0}, r"lengths has shape \(1,\): pass one number for each of the 2 rows"),
             ({"lengths": 3, "prompt_width": 0}, r"lengths has shape \(\)"),
             ({"prompt_width": -1}, "prompt_width must be at least 0, got -1"),
@@ -525,7 +525,7 @@ class TestChat:
             ("usr", r"'usr', .*: did you mean 'user'\?"),
             ("User", r"'User', .*: did you mean 'user'\?"),
             ("assistent", r"'assistent', .*: did you mean 'assistant'\?"),
-            ("developer", "'developer', .*: use system, user, assistant, tool, or a role that the template names"),
+            ("developer", "'developer', .*: use system, user, assistant, tool, or a role from the template"),
             ("", "'', .*: use system"),
             ("x" * 10**6, r"'x+\.\.\.x+', .*: use system"),
         ],
@@ -647,12 +647,12 @@ class TestChatPrefix:
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
         with pytest.raises(
-            InputError, match=r"conversation 1 does not begin with .* token 1 differs\. Pass the messages"
+            InputError, match=r"conversation 1 does not begin with .* token 1 differs\. Begin with the same messages"
         ):
             tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
         assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
         whole = tok.chat([USER]).ids[0]
-        with pytest.raises(InputError, match="conversation 0 has only the"):
+        with pytest.raises(InputError, match="conversation 0 has no tokens besides the"):
             tok.chat([USER], after=whole)
         with pytest.raises(InputError, match=f"token {len(whole)} differs"):
             tok.chat([USER], after=[*whole, 1])
@@ -843,7 +843,7 @@ class TestFiles:
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda tok: tok(["text"], return_tensors="np"), TypeError, r"is not called: use batch\(texts\)"),
+        (lambda tok: tok(["text"], return_tensors="np"), TypeError, r"is not callable: use batch\(texts\)"),
         (lambda tok: tok.batch_decode([[1]]), AttributeError, r"no batch_decode: use decode_batch\(out\)"),
         (lambda tok: tok.apply_chat_template([]), AttributeError, r"use chat\(conversations\) for ids, or render_chat"),
         (lambda tok: tok.nothing, AttributeError, "Tokenizer has no nothing$"),

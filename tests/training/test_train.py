@@ -259,7 +259,7 @@ def test_segments_have_their_own_positions_and_windows():
 def test_quantized_weights_are_refused():
     params = random_params(MODEL)
     params["model"]["embed_tokens"]["weight"] = Int8(jnp.ones((97, 32), jnp.int8), jnp.ones(97), np.dtype("float32"))
-    with pytest.raises(InputError, match="params are quantized, and cannot be trained"):
+    with pytest.raises(InputError, match="params are quantized and cannot be trained"):
         TrainState.create(params, CFG)
     updates = lora.init(params, 2, jax.random.key(0))
     with pytest.raises(InputError, match="frozen has quantized weights"):
