@@ -114,7 +114,8 @@ class Plan:
     def steps(self, part: int) -> list[Step]:
         """Return the steps of a part, most valuable first."""
         small, middle, large = self.sizes.small, self.sizes.middle, self.sizes.large
-        ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
+        ours = ("--programs", "jaxgen", "jaxgen:fused")
+        beside = ("--programs", "jaxgen:fused", "transformers:compile", "--name", "beside-transformers")
         lengths = ("--new-tokens", str(self.sizes.new_tokens))
         rows = ("--rows", *map(str, self.sizes.rows), *lengths)
         greedy_and_qwen = ("--only", "penalty", "--rows", "1", *lengths)
