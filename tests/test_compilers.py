@@ -61,14 +61,21 @@ def _compiler_for_an_h100():
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 @pytest.mark.parametrize(
-    ("shape", "new_tokens", "operations", "megabytes"),
-    [("qwen2.5-0.5b", 128, 9, 2), ("qwen2.5-7b", 128, 10, 6), ("qwen2.5-7b", 3000, 13, 30)],
+    ("shape", "prompt", "new_tokens", "operations", "megabytes"),
+    [
+        ("qwen2.5-0.5b", 128, 128, 9, 2),
+        ("qwen2.5-7b", 128, 128, 10, 6),
+        ("qwen2.5-7b", 128, 3000, 13, 30),
+        ("qwen2.5-7b", 32, 3000, 13, 30),
+    ],
 )
-def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(shape, new_tokens, operations, megabytes, tmp_path):
+def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(
+    shape, prompt, new_tokens, operations, megabytes, tmp_path
+):
     """Check a step's operations per layer. For the 7B model and 3,128 cache slots, a layer's keys take 3.2 MB."""
     command = [sys.executable, "-m", "benchmarks", "compile", "--target", "h100", "--form", "fused"]
     command += ["--config", str(ROOT / "benchmarks" / "shapes" / shape), "--results", str(tmp_path)]
-    command += ["--new-tokens", str(new_tokens)]
+    command += ["--prompt", str(prompt), "--new-tokens", str(new_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     figures = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", done.stdout, re.MULTILINE))
