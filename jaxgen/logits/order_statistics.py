@@ -17,14 +17,17 @@ from jax.sharding import Mesh
 
 from jaxgen.model import sharding
 
-CANDIDATES = 256
+CANDIDATES = 128
 ON_A_MESH = 64  # candidates exchanged per device
 
 
-def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return each row's highest scores in descending order, as float32[rows, C]; C is at most `CANDIDATES`."""
+def candidates(scores: jax.Array, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+    """Return each row's highest scores in descending order, and their ids, both `[rows, C]`; C <= `CANDIDATES`.
+
+    The ids of equal scores may be in any order.
+    """
     count = CANDIDATES if mesh is None else ON_A_MESH
-    return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
+    return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh, stable=False)
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:

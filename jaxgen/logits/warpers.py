@@ -6,6 +6,8 @@ Each function is named after its option. Scores are float32[rows, V]; a token th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +34,10 @@ def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
     """Keep the k highest scores, and any that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
-    return _at_least(scores, _kth(scores, candidates(scores, mesh), k, min_tokens_to_keep))
+    k = _clipped(k, scores.shape[-1], min_tokens_to_keep)
+    best, _ = candidates(scores, mesh)
+    kth, known = _kth(best, k, scores.shape[-1])
+    return _or_bisected(_at_least(scores, kth), known, lambda: _bisected_top_k(scores, k))
 
 
 def top_p(
@@ -43,46 +48,59 @@ def top_p(
     A token is kept if the more likely tokens together have less mass than p. At least `min_tokens_to_keep` tokens are
     kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
     """
-    return _nucleus(scores, candidates(scores, mesh), p, min_tokens_to_keep)
+    at_least = jnp.broadcast_to(min_tokens_to_keep, p.shape)
+    kept, known = _nucleus(scores, *candidates(scores, mesh), p, at_least)
+    return _or_bisected(kept, known, lambda: _bisected_top_p(scores, p, at_least))
 
 
 def top_k_top_p(
     scores: jax.Array, k: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
     """Apply `top_k` and then `top_p`, with only one search for the highest scores."""
-    best = candidates(scores, mesh)
-    kth = _kth(scores, best, k, min_tokens_to_keep)
-    return _nucleus(_at_least(scores, kth), _at_least(best, kth), p, min_tokens_to_keep)
+    k, at_least = _clipped(k, scores.shape[-1], min_tokens_to_keep), jnp.broadcast_to(min_tokens_to_keep, p.shape)
+    best, ids = candidates(scores, mesh)
+    kth, has_kth = _kth(best, k, scores.shape[-1])
+    kept, has_nucleus = _nucleus(_at_least(scores, kth), _at_least(best, kth), ids, p, at_least)
+    return _or_bisected(kept, has_kth & has_nucleus, lambda: _bisected_top_p(_bisected_top_k(scores, k), p, at_least))
+
+
+# The results of `top_k` and `top_p` usually follow from the highest scores. Otherwise, all scores are searched.
+
+
+def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
+    """Return the scores `kept`, which are right in the rows `known bool[rows, 1]`, and those of `bisected()` elsewhere.
+
+    Each warper has only one such condition per step, because a GPU waits for the host at each condition.
+    """
+    return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 
 
 def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(scores >= threshold, scores, BANNED)
 
 
-def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return the lowest score that top_k keeps, float32[rows, 1]; `best` is the result of `candidates`."""
-    vocab = scores.shape[-1]
-    k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
-    known = (k <= best.shape[-1]) | (k == vocab)
-
-    def by_candidates() -> jax.Array:
-        kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
-        return jnp.where(k == vocab, -jnp.inf, kth)
-
-    def by_bisection() -> jax.Array:
-        return from_ordered_bits(kth_largest(ordered_bits(scores), k[:, 0]))[:, None]
-
-    return lax.cond(jnp.all(known), by_candidates, by_bisection)
+def _clipped(k: jax.Array, vocab: int, min_tokens_to_keep: int | jax.Array) -> jax.Array:
+    """Return how many scores top_k keeps, from 1 to `vocab`."""
+    return jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
 
 
-def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return the result of `top_p`; `best` is the result of `candidates`."""
-    rows, vocab = scores.shape
-    at_least = jnp.broadcast_to(min_tokens_to_keep, (rows, 1))
-    size = best.shape[-1]
+def _kth(best: jax.Array, k: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Return the lowest score that top_k keeps, and whether it is among the highest, `best`; both `[rows, 1]`."""
+    kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
+    return jnp.where(k == vocab, -jnp.inf, kth), (k <= best.shape[-1]) | (k == vocab)
+
+
+def _bisected_top_k(scores: jax.Array, k: jax.Array) -> jax.Array:
+    return _at_least(scores, from_ordered_bits(kth_largest(ordered_bits(scores), k[:, 0]))[:, None])
+
+
+def _nucleus(
+    scores: jax.Array, best: jax.Array, ids: jax.Array, p: jax.Array, at_least: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the result of `top_p`, and whether it is right, bool[rows, 1]; `best` and `ids` are the candidates."""
+    vocab, size = scores.shape[-1], best.shape[-1]
     total = jnp.sum(jnp.exp(scores - best[:, :1]), axis=-1, keepdims=True)
     reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total
-    known = (jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size)) | (p >= 1) | (size == vocab)
 
     # The lowest score that is kept, and how many tokens with exactly this score are kept.
     last = jnp.minimum(jnp.sum(~reached, axis=-1, dtype=jnp.int32, keepdims=True), size - 1)
@@ -90,15 +108,25 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
     threshold = jnp.take_along_axis(best, last, axis=-1)
     count = last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
 
-    def by_bisection() -> tuple[jax.Array, jax.Array]:
-        lowest, number = _boundary(scores, jnp.exp(scores - best[:, :1]), (1 - p) * total, at_least)
-        return jnp.where(known, threshold, lowest), jnp.where(known, count, number)
+    # If the threshold is above the lowest candidate, all tokens with this score are candidates.
+    ends = jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size) & (threshold > best[:, -1:])
+    tied = (scores == threshold) & (jnp.arange(vocab)[None, :] >= _lowest_of_last(ids, best == threshold, count))
+    kept = jnp.where((scores > threshold) | tied | (p >= 1.0), scores, BANNED)
+    return kept, ends | (p >= 1.0) | (size == vocab)
 
-    threshold, count = lax.cond(jnp.all(known), lambda: (threshold, count), by_bisection)
-    above, equal = scores > threshold, scores == threshold
-    some = jnp.any(count < jnp.sum(equal, axis=-1, dtype=jnp.int32, keepdims=True))
-    equal = lax.cond(some, lambda: last_of(equal, count[:, 0]), lambda: equal)
-    return jnp.where(above | equal | (p >= 1.0), scores, BANNED)
+
+def _lowest_of_last(ids: jax.Array, chosen: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the lowest of the `count int32[rows, 1]` highest chosen ids of each row, int32[rows, 1]."""
+    higher = jnp.sum(chosen[:, None, :] & (ids[:, None, :] > ids[:, :, None]), axis=-1, dtype=jnp.int32)
+    return jnp.min(jnp.where(chosen & (higher < count), ids, jnp.iinfo(ids.dtype).max), axis=-1, keepdims=True)
+
+
+def _bisected_top_p(scores: jax.Array, p: jax.Array, at_least: jax.Array) -> jax.Array:
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    rest = (1 - p) * jnp.sum(weights, axis=-1, keepdims=True)
+    threshold, count = _boundary(scores, weights, rest, at_least)
+    tied = last_of(scores == threshold, count[:, 0])
+    return jnp.where((scores > threshold) | tied | (p >= 1.0), scores, BANNED)
 
 
 def _boundary(

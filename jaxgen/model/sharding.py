@@ -183,18 +183,19 @@ def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
 
 
 def sharded_top_k(
-    x: jax.Array, count: int, mesh: Mesh | None, values: jax.Array | None = None
+    x: jax.Array, count: int, mesh: Mesh | None, values: jax.Array | None = None, stable: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
 
-    On a mesh, each device finds the largest entries in its part of V, and only these are exchanged.
+    On a mesh, each device finds the largest entries in its part of V, and only these are exchanged. Unless `stable`,
+    equal entries may be in any order.
 
     Returns:
         The entries, or the entries of `values` (shaped like x) at the same positions; and the positions, 0 to n*V - 1.
     """
     rows, beams, vocab = x.shape
     if mesh is None:
-        best, place = workarounds.top_k(x.reshape(rows, -1), count)
+        best, place = workarounds.top_k(x.reshape(rows, -1), count, stable)
         return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
 
     def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -240,6 +240,15 @@ def test_top_p_splits_a_tie_in_favor_of_the_highest_index():
     assert kept(top_p(scores, jnp.float32(0.0)))[0].tolist() == [False] * 4 + [True, False]
 
 
+def test_a_tie_among_the_candidates_needs_no_bisection():
+    scores, best = jnp.asarray([[3.0, 3.0, 1.0, 3.0, 2.0, 1.0]]), jnp.asarray([[3.0, 3.0, 3.0, 2.0]])
+    ids = jnp.asarray([[3, 0, 1, 4]])  # equal scores may be in any order
+    for p, tokens, is_known in [(0.45, [1, 3], True), (0.8, [0, 1, 3], True), (0.9, [0, 1, 3, 4], False)]:
+        out, known = warpers._nucleus(scores, best, ids, jnp.full((1, 1), p), jnp.ones((1, 1), jnp.int32))
+        assert np.flatnonzero(kept(out)[0]).tolist() == tokens
+        assert known.tolist() == [[is_known]]  # a score that equals the lowest candidate may be more frequent
+
+
 @pytest.mark.parametrize("p", [0.9999999, np.nextafter(np.float32(1), np.float32(0))])
 def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
     scores = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
