@@ -348,7 +348,7 @@ class CausalLM(nn.Module):
             return jnp.zeros((*x.shape[:-1], self.cfg.vocab_size), jnp.float32)
         with jax.named_scope("lm_head"):
             apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
-            logits = apply(x, context)
+            logits = apply(workarounds.for_head(x), context)
         return logits.astype(jnp.float32)
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
