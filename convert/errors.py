@@ -23,7 +23,7 @@ class CheckpointError(JaxgenError):
 
     @property
     def first(self) -> list[str]:
-        """The first problems that fit into a message of `LONGEST` characters, up to `SHOWN_PROBLEMS` problems."""
+        """The first `SHOWN_PROBLEMS` problems, or as many of them as fit into `LONGEST` characters."""
         candidates = self.problems[:SHOWN_PROBLEMS]
         ends = itertools.accumulate(len(_BULLET) + len(problem) for problem in candidates)
         return [problem for problem, end in zip(candidates, ends, strict=True) if end <= LONGEST - _AROUND]

@@ -1,9 +1,9 @@
 """Store compiled programs in files, so that other processes need neither trace nor compile them.
 
-jax's compilation cache saves only the time to compile, because its key is the traced and lowered program. Here, the key
-consists of everything that determines a program: jaxgen's source, the versions of jax and jaxlib, jax's settings, the
-device, the static arguments, and the shapes and dtypes of the other arguments. A program is stored only if all of these
-can be described. The caller's functions cannot be described, because their code may change.
+jax's compilation cache saves only the compile time: its key is the lowered program, so programs must still be traced
+and lowered. Here, the key consists of everything that determines a program: jaxgen's source, the versions of jax and
+jaxlib, jax's settings, the device, the static arguments, and the shapes and dtypes of the other arguments. A program is
+stored only if all of these can be described. The caller's functions cannot be described, because their code may change.
 
 The files are trusted, like those of jax's cache: they contain pickles and machine code.
 """

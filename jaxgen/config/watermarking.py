@@ -60,7 +60,7 @@ class WatermarkingConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WatermarkingConfig:
-        """Read a dict with the fields of transformers' class.
+        """Read a dict that has the same fields as transformers' class.
 
         Raises:
             ConfigError: a field is unknown (the message suggests the nearest one), or a value is not allowed.

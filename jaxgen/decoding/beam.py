@@ -88,7 +88,7 @@ class BeamState:
         cache: the keys and values of each row's tokens, except its last token.
         recording: the per-step records. As in transformers, they stay in their rows when the beams are reordered.
         cache_ids: as in `Rows`.
-        keys: key[B], or None without sampling.
+        keys: key[B], or None if nothing is sampled.
     """
 
     beams: Beams
@@ -176,7 +176,7 @@ class BeamSearch(Mode):
     ) -> tuple[Beams, jax.Array, jax.Array]:
         """Choose the next beams from `log_probs float32[rows, V]`, the log-probabilities before any processors.
 
-        `logits float32[rows, V]` are the model's logits. `keys` is key[B], or None without sampling.
+        `logits float32[rows, V]` are the model's logits. `keys` is key[B], or None if nothing is sampled.
 
         Returns:
             The next beams, the row that each continues (int32[rows]), and the scores to record (float32[rows, V]).

@@ -74,7 +74,7 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and an array int32[E + 1, C]. Its first row contains the number of journal entries, the number of
+        The state, and the array int32[E + 1, C], whose first row contains the number of journal entries, the number of
         waiting prompts, and the total number of steps so far; the journal entries follow.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
@@ -98,7 +98,8 @@ def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous
     program, every device would store the whole initial state.
     """
     state = open_queue(run, arrivals, mode, key_impl, **sizes)
-    # Without this, the next chunk would be compiled for a step count that is not on the mesh, and later chunks again.
+    # Without this, the next chunk would be compiled for a step count that is not on the mesh, and the chunk after that
+    # would have to be compiled again.
     state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
     return run_chunk(run, state, arrivals, steps, mode, key_impl)
 

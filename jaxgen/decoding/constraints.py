@@ -2,8 +2,8 @@
 
 A constraint has one or more alternatives, and no alternative is a prefix of another. The tokens of a row, including its
 prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending constraint puts
-this constraint in progress. If a token then continues none of the constraint's alternatives, the constraint returns to
-the end of the queue of pending constraints. The same token cannot begin another constraint.
+this constraint in progress. If the next token does not continue any of the constraint's alternatives, the constraint
+goes back to the end of the queue of pending constraints. The same token cannot begin another constraint.
 """
 
 from __future__ import annotations

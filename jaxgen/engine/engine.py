@@ -346,7 +346,7 @@ class Engine:
         return {name: table.joint for name, table in self._tables.items()}
 
     def _run(self) -> None:
-        """Run until the engine is closed. An exception ends the engine and all prompts."""
+        """Run until the engine is closed. An exception stops the engine, and all of its prompts fail."""
         try:
             self._lead() if self.leads else self._obey()
         except BaseException as error:

@@ -75,7 +75,7 @@ def read_description(path) -> dict[str, Any]:
     """Return a file's description.
 
     Raises:
-        InputError: the file does not contain exported programs, or is in the format of another version.
+        InputError: the file does not contain exported programs, or has the format of another version.
     """
     try:
         with zipfile.ZipFile(path) as file:

@@ -1,4 +1,4 @@
-"""`Context`: information about one pass through the model, for the weights."""
+"""`Context`: what the weights need to know about a pass through the model."""
 
 from __future__ import annotations
 

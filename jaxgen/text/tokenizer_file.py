@@ -25,7 +25,7 @@ _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the 
 
 # Matches an escape, a character class or any other character. Escapes and classes contain no operators.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate the table stored under this key. A file may write the key with escapes.
+# The Rust library does not validate the table stored under this key. In a file, the key may contain escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 

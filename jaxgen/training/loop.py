@@ -258,7 +258,7 @@ def train(
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
-    del params  # the state has copies; the originals are freed once the caller drops its references
+    del params  # the state holds copies; the originals are freed once the caller drops its references
     if directory is not None and has_state(directory, settings):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         del state  # frees memory for the saved state
