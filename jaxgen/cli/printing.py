@@ -55,7 +55,7 @@ class Printer(TextStreamer):
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
     """Print the answers to one prompt, `ids int32[1, P]`. A single answer is streamed, except in beam search.
 
-    `more` contains keyword arguments of `generate`, in addition to the session's.
+    `more` contains keyword arguments for `generate`, in addition to those of the session.
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg

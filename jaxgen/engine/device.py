@@ -85,7 +85,7 @@ class Loop:
 class Device:
     """The device side of an engine: its state, and the program that changes it.
 
-    The state includes a prefix store of `store_bytes` bytes. `params` are only used to check the memory and to find the
+    The state includes a prefix store of `store_bytes` bytes. `params` is used only to check the memory and to find the
     mesh, because each chunk is passed its own parameters.
     """
 

@@ -39,7 +39,7 @@ def flat_params(params: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the arrays of a tree by dotted names, with random keys replaced by their data."""
+    """Return a tree's arrays as a dict from dotted names; random keys are replaced by their data."""
     return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
 
 

@@ -68,7 +68,7 @@ class TokenAutomaton:
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> TokenAutomaton:
         r"""Build the automaton for the texts that a regular expression matches from start to end.
 
-        The syntax is JavaScript's (ECMA 262) without look-around and back-references; see docs/constrained.md for
+        The syntax is JavaScript's (ECMA 262), except for lookaround and backreferences; see docs/constrained.md for
         details. `vocab_size` is the size of the model's vocabulary; tokenizer ids beyond it are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)

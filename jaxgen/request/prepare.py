@@ -195,7 +195,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of cache slots for cached tokens and, if each prompt has its own cache row, for its tokens."""
+    """Return the number of slots for the cached tokens, and for the prompts if each has its own row of the cache."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
