@@ -103,7 +103,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return everything else that determines a program, apart from the call: versions, source, device, flags and settings."""
+    """Return what else determines a program, apart from the call: versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
