@@ -113,7 +113,7 @@ def grammar_table(vocab: int, capacity: tuple[int, int]) -> Table:
 
 
 def stop_table(tokenizer: Tokenizer, vocab: int, capacity: int, spans_prompt: bool = True) -> Table:
-    """Return an empty table of the automata of stop strings, with space for `capacity` states."""
+    """Return an empty table of stop-string automata, with space for `capacity` states."""
 
     def join(parts: dict[int, StopAutomaton]) -> StopStrings:
         joint = StopStrings.join(parts, tokenizer, vocab, capacity=capacity)

@@ -1,4 +1,4 @@
-"""Prepare a call of generate(): normalize it, check concrete values, and round sizes up if the call is eager."""
+"""Prepare a call of generate(): normalize its arguments, check them, and, in an eager call, round sizes up."""
 
 from __future__ import annotations
 

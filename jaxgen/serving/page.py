@@ -1,4 +1,4 @@
-"""The web page. It shows a chat with the service or recorded answers, including the log-probability of each token."""
+"""The web page. It shows a live chat or recorded answers, including the log-probability of each token."""
 
 from __future__ import annotations
 
