@@ -12,13 +12,15 @@ def prompt_bucket(width: int) -> int:
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 
 
-def capacity_for(new_tokens: int, recorded: bool, before: int = 0) -> int:
-    """Round up the number of new tokens, in finer steps if values are recorded for each token.
+def capacity_for(new_tokens: int, recorded: bool) -> int:
+    """Round up the number of new tokens, in finer steps if values are recorded for each token."""
+    return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))
 
-    Above 1,024, the sum of the result and of the `before` slots in the same cache is a multiple of 128. A GPU splits
-    the product with the values into equal parts, and would otherwise have to pad a copy of the values in every step.
+
+def cache_slots(slots: int) -> int:
+    """Round up a number of cache slots to a multiple of 128 if it is an int above 1,024, not a symbolic size.
+
+    A GPU splits the product with so many values into equal parts, and would otherwise pad a copy of the values in every
+    step.
     """
-    if recorded:
-        return -(-new_tokens // 16) * 16
-    capacity = prompt_bucket(max(new_tokens, 128))
-    return capacity + -(before + capacity) % 128 if before + capacity > 1024 else capacity
+    return -(-slots // 128) * 128 if isinstance(slots, int) and slots > 1024 else slots

@@ -47,7 +47,7 @@ def check_memory(
         prompts=prompts,
         sequences=mode_of(cfg, assistant is not None).needs(cfg).sequences,
         width=prompt_bucket(width),
-        capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records, before=prompt_bucket(width)),
+        capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
         cache_dtype=cfg.cache_dtype,
         slots=cfg.slots,
     )

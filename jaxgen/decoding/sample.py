@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxgen.buckets import cache_slots
 from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -78,7 +79,8 @@ class Sample(Mode):
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
         """Return the state of `count` finished rows, with the structure that `enter` returns for `rows` and `cache`."""
         ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
-        slots = cache.empty_rows(count * guidance.streams(run.cfg), cache.slots + run.capacity)
+        size = cache_slots(cache.slots + run.capacity)  # as in `grow`
+        slots = cache.empty_rows(count * guidance.streams(run.cfg), size)
         return SampleState(constrain(ended, run.mesh, ROWS), slots)
 
     def insert(self, run: Run, state: SampleState, source: SampleState, rows: jax.Array) -> SampleState:

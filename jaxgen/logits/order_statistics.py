@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxgen.model import sharding
 
-CANDIDATES = 128
+CANDIDATES = 128  # the most that a GPU selects without sorting
 ON_A_MESH = 64  # candidates exchanged per device
 
 

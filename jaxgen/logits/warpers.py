@@ -34,7 +34,7 @@ def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
     """Keep the k highest scores, and any that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
-    k = _clipped(k, scores.shape[-1], min_tokens_to_keep)
+    k = _kept(k, _at_most_all(min_tokens_to_keep, scores), scores.shape[-1])
     best, _ = candidates(scores, mesh)
     kth, known = _kth(best, k, scores.shape[-1])
     return _or_bisected(_at_least(scores, kth), known, lambda: _bisected_top_k(scores, k))
@@ -48,7 +48,7 @@ def top_p(
     A token is kept if the more likely tokens together have less mass than p. At least `min_tokens_to_keep` tokens are
     kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
     """
-    at_least = jnp.broadcast_to(min_tokens_to_keep, p.shape)
+    at_least = _at_most_all(min_tokens_to_keep, scores)
     kept, known = _nucleus(scores, *candidates(scores, mesh), p, at_least)
     return _or_bisected(kept, known, lambda: _bisected_top_p(scores, p, at_least))
 
@@ -57,18 +57,19 @@ def top_k_top_p(
     scores: jax.Array, k: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
     """Apply `top_k` and then `top_p`, with only one search for the highest scores."""
-    k, at_least = _clipped(k, scores.shape[-1], min_tokens_to_keep), jnp.broadcast_to(min_tokens_to_keep, p.shape)
+    at_least = _at_most_all(min_tokens_to_keep, scores)
+    k = _kept(k, at_least, scores.shape[-1])
     best, ids = candidates(scores, mesh)
     kth, has_kth = _kth(best, k, scores.shape[-1])
     kept, has_nucleus = _nucleus(_at_least(scores, kth), _at_least(best, kth), ids, p, at_least)
     return _or_bisected(kept, has_kth & has_nucleus, lambda: _bisected_top_p(_bisected_top_k(scores, k), p, at_least))
 
 
-# The results of `top_k` and `top_p` usually follow from the highest scores. Otherwise, all scores are searched.
+# The candidates usually determine the results of `top_k` and `top_p`. Otherwise, all scores are searched by bisection.
 
 
 def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
-    """Return the scores `kept`, which are right in the rows `known bool[rows, 1]`, and those of `bisected()` elsewhere.
+    """Return `kept` for the rows that the candidates determine, `known bool[rows, 1]`, and `bisected()` for the others.
 
     Each warper has only one such condition per step, because a GPU waits for the host at each condition.
     """
@@ -79,13 +80,19 @@ def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(scores >= threshold, scores, BANNED)
 
 
-def _clipped(k: jax.Array, vocab: int, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return how many scores top_k keeps, from 1 to `vocab`."""
-    return jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
+def _at_most_all(min_tokens_to_keep: int | jax.Array, scores: jax.Array) -> jax.Array:
+    """Return `min_tokens_to_keep` for each row, but at most V, as int32[rows, 1]."""
+    rows, vocab = scores.shape
+    return jnp.broadcast_to(jnp.minimum(min_tokens_to_keep, vocab), (rows, 1))
+
+
+def _kept(k: jax.Array, at_least: jax.Array, vocab: int) -> jax.Array:
+    """Return how many scores top_k keeps, from 1 to `vocab`, not counting ties."""
+    return jnp.where(k == 0, vocab, jnp.clip(k, at_least, vocab))
 
 
 def _kth(best: jax.Array, k: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_k keeps, and whether it is among the highest, `best`; both `[rows, 1]`."""
+    """Return the lowest score that top_k keeps, and whether it is known, given the highest scores; both `[rows, 1]`."""
     kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
     return jnp.where(k == vocab, -jnp.inf, kth), (k <= best.shape[-1]) | (k == vocab)
 
@@ -97,7 +104,7 @@ def _bisected_top_k(scores: jax.Array, k: jax.Array) -> jax.Array:
 def _nucleus(
     scores: jax.Array, best: jax.Array, ids: jax.Array, p: jax.Array, at_least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `top_p`, and whether it is right, bool[rows, 1]; `best` and `ids` are the candidates."""
+    """Return the result of `top_p` according to the candidates, and whether they determine it, as bool[rows, 1]."""
     vocab, size = scores.shape[-1], best.shape[-1]
     total = jnp.sum(jnp.exp(scores - best[:, :1]), axis=-1, keepdims=True)
     reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total
@@ -110,15 +117,15 @@ def _nucleus(
 
     # If the threshold is above the lowest candidate, all tokens with this score are candidates.
     ends = jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size) & (threshold > best[:, -1:])
-    tied = (scores == threshold) & (jnp.arange(vocab)[None, :] >= _lowest_of_last(ids, best == threshold, count))
+    tied = (scores == threshold) & (jnp.arange(vocab)[None, :] >= _first_kept(ids, best == threshold, count))
     kept = jnp.where((scores > threshold) | tied | (p >= 1.0), scores, BANNED)
     return kept, ends | (p >= 1.0) | (size == vocab)
 
 
-def _lowest_of_last(ids: jax.Array, chosen: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the lowest of the `count int32[rows, 1]` highest chosen ids of each row, int32[rows, 1]."""
-    higher = jnp.sum(chosen[:, None, :] & (ids[:, None, :] > ids[:, :, None]), axis=-1, dtype=jnp.int32)
-    return jnp.min(jnp.where(chosen & (higher < count), ids, jnp.iinfo(ids.dtype).max), axis=-1, keepdims=True)
+def _first_kept(ids: jax.Array, tied: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the lowest of the `count int32[rows, 1]` highest tied ids, all of which are kept, as int32[rows, 1]."""
+    higher = jnp.sum(tied[:, None, :] & (ids[:, None, :] > ids[:, :, None]), axis=-1, dtype=jnp.int32)
+    return jnp.min(jnp.where(tied & (higher < count), ids, jnp.iinfo(ids.dtype).max), axis=-1, keepdims=True)
 
 
 def _bisected_top_p(scores: jax.Array, p: jax.Array, at_least: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxgen.buckets import cache_slots
 from jaxgen.errors import InputError
 from jaxgen.model.cache_storage import SCALED, ScaledSlots, Slots, as_numbers, empty_slots, write
 from jaxgen.model.config import ModelConfig
@@ -102,8 +103,8 @@ class KVCache:
         return KVCache(keys, values, jnp.zeros(rows, jnp.int32), self.prefix, dtype=self.dtype)
 
     def grow(self, slots: int) -> KVCache:
-        """Return a copy with `slots` more slots. Rows must not share slots."""
-        size = self.slots + slots
+        """Return a copy with at least `slots` more slots. Rows must not share slots."""
+        size = cache_slots(self.slots + slots)
         keys, values = jax.tree.map(lambda x: resize_axis(x, 2, size), (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values)
 

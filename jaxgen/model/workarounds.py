@@ -258,7 +258,7 @@ def top_k(x: jax.Array, count: int, stable: bool = True) -> tuple[jax.Array, jax
     """Return `lax.top_k(x, count)`; unless `stable`, equal entries may be in any order.
 
     Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything. If the order
-    does not matter, a GPU finds up to 128 entries without sorting.
+    does not matter, a GPU finds up to 128 entries without sorting, since jax 0.11.
     """
     return lax.optimization_barrier(lax.top_k(x, count, **({} if stable else _UNSTABLE)))
 

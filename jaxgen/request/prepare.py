@@ -123,7 +123,7 @@ def prepare(
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity = new_tokens
     if eager:
-        capacity = capacity_for(new_tokens, cfg.records, before=slots or prompt_bucket(width))
+        capacity = capacity_for(new_tokens, recorded=cfg.records)
         ids, mask, embeds, negative_ids, negative_mask = jax.tree.map(
             _widened, (ids, mask, embeds, negative_ids, negative_mask)
         )

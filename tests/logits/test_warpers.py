@@ -223,8 +223,9 @@ def test_tokens_to_keep_may_be_more_than_there_are():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCAB)), jnp.float32)
     for warp in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):
         np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB), scores)
-    for warp in (top_k, min_p, typical_p, epsilon_cutoff, eta_cutoff):
         np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB + 2), scores)
+    for warp in ALL_OF["top_p"]:
+        np.testing.assert_array_equal(warp(scores, 0.5, VOCAB + 2), scores)
 
 
 def test_a_row_of_bans_alone_stays_one():
