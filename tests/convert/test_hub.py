@@ -31,7 +31,7 @@ FILE = re.compile(r"/(?P<model>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 # and writes the result or the error as JSON; the program then prints the process's exit status. A fork starts fast,
 # because the program has already imported jax. Retries do not sleep.
 CALLS = """
-import json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time
 
 time.sleep = lambda seconds: None
 from jaxgen.errors import JaxgenError
@@ -48,6 +48,7 @@ for line in sys.stdin:
     os.environ |= environment
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    faulthandler.enable()
     for model in models:
         try:
             print(json.dumps(["path", str(local_directory(model))]))
