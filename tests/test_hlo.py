@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache
+from jaxgen.buckets import cache_slots
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
@@ -107,7 +108,7 @@ def loop_bodies(computations, carries: str) -> list[str]:
 
 def own_slots(copies: int) -> int:
     """Return the slots per row of the cache that the loop writes, which includes the prompt if `copies` is 1."""
-    return PROMPT + NEW if copies == 1 else NEW
+    return cache_slots(PROMPT + NEW) if copies == 1 else NEW
 
 
 def decode_loop(computations, into_branches: bool, slots: int = NEW) -> list[str]:
