@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = set(
     "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
     "ensure_weight_tying".split()
 )
-# Values of init_lora_weights that set only the adapter's initial values. All others also change the base weights.
+# Values of init_lora_weights that set only the adapter's initial values. All other values also change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -47,13 +47,13 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
     >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
 
-    A matrix's update is scale * B A. The scale is the module's alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
-    The update is applied in the dtype of the weights but not merged into them. To merge an adapter, use
-    `python -m convert --merge-adapter`.
+    The update of a matrix is the product of the adapter's matrices B and A, times a scale. The scale is the module's
+    alpha / rank, or alpha / sqrt(rank) with `use_rslora`. The update is applied in the dtype of the weights but not
+    merged into them. To merge an adapter, use `python -m convert --merge-adapter`.
 
     If `path` is one directory, its adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the
-    adapter to apply: one index for all prompts, or one for each prompt. -1 (the default) applies none. Ranks are padded
-    to the largest rank. Lists with the same length, rank and modules use the same program.
+    adapter to apply: one index for all prompts, or one for each prompt. The default, -1, applies no adapter. Updates
+    are padded to the largest rank. Two lists with the same length, rank and modules use the same program.
 
     Args:
         path: an adapter's directory, or a list of directories.
@@ -86,7 +86,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return each adapter's updates by module, as pairs of A float32[r, in] and scale * B float32[out, r]."""
+    """Return each adapter's updates by module: pairs of A, float32[r, in], and B times the scale, float32[out, r]."""
     shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
     read = [_read(Path(path), shapes, model.tie_word_embeddings) for path in paths]
     if problems := [problem for _, faults in read for problem in faults]:
@@ -95,7 +95,7 @@ def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[s
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
-    """Return a checkpoint whose matrices are merged with an adapter, in float32, when they are read."""
+    """Return a checkpoint that merges an adapter into its matrices, in float32, when they are read."""
     if checkpoint.kind:
         raise ConfigError(
             f"{checkpoint.path} is quantized, but an adapter is added to the original matrices: convert it back with "
@@ -114,8 +114,8 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:
     """Write the adapter attached to `params` to a directory that PEFT can load.
 
-    B includes the scale, so `lora_alpha` is the rank. `params` must have a single adapter, with a `LowRank` for each
-    updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
+    The stored matrix B includes the scale, so `lora_alpha` is the rank. `params` must have a single adapter, with a
+    `LowRank` for each updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
 
     Args:
         params: the parameters.

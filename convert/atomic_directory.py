@@ -74,12 +74,12 @@ def _clean(target: Path) -> None:
     for leftover in target.parent.iterdir():
         if not ours.fullmatch(leftover.name):
             continue
-        with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+        with contextlib.suppress(FileNotFoundError):  # the directory's writer has just finished
             lock = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                continue  # its writer is running, or the file system does not support locks
+                continue  # the directory's writer is still running, or the file system does not support locks
             else:
                 shutil.rmtree(leftover)
             finally:

@@ -56,8 +56,8 @@ _SPARE = 1 << 24  # a config may describe up to twice as many parameters as the 
 class Checkpoint:
     """A validated checkpoint directory; its weights have not been read yet.
 
-    `config` and `generation` are the contents of the JSON files; `generation` is None without a generation_config.json.
-    `weights` are the model's parameters by name: `Tensor`s, or quantized weights that consist of `Tensor`s.
+    `config` is the content of config.json. `generation` is the content of generation_config.json, or None if this file
+    is missing. `weights` maps each parameter's name to a `Tensor`, or to a quantized weight made of several `Tensor`s.
     """
 
     path: Path
@@ -77,29 +77,29 @@ class Checkpoint:
         return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return `wanted` or, if it is None, the embedding's dtype (the config's if the embedding is quantized)."""
+        """Return `wanted` or, if it is None, the embedding's dtype (from the config if the embedding is quantized)."""
         embedding = self.weights[_EMBEDDING]
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: `wanted`, or the file's if `wanted` is None or the weight is quantized."""
+        """Return `wanted`, or the tensor's dtype in the file if `wanted` is None or the weight is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return each tensor's size in bytes, in the dtype that `dtype_of` returns for it."""
+        """Return each tensor's size in bytes, after a cast to the dtype that `dtype_of` returns."""
         return {
             name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
             for name, tensor in self.tensors.items()
         }
 
     def read(self, name: str, wanted: np.dtype | None) -> np.ndarray:
-        """Return a tensor's values, in the dtype that `dtype_of` returns for it."""
+        """Return a tensor's values, cast to the dtype that `dtype_of` returns."""
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint whose matrices are converted to another kind when they are read; None changes nothing."""
+        """Return a checkpoint that converts its matrices to the given kind when they are read; None changes nothing."""
         kind = kind_of(quantize)
         if quantize is None:
             return self
@@ -111,11 +111,12 @@ class Checkpoint:
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
     """Read the parameters and the generation config from a Hugging Face directory.
 
-    Parameters are nested dicts, keyed by the parts of the checkpoint's names, such as
-    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices are `[out, in]`. A tied model has no
-    `lm_head`. Tensors are read and cast one at a time, largest first. On a CPU, peak memory is the total size of the
-    parameters or three times the size of the largest tensor, whichever is greater. Without a generation_config.json,
-    the generation fields of config.json apply (except `use_cache`), as in HF's `GenerationConfig.from_model_config`.
+    Parameters are nested dicts whose keys are the parts of a tensor's name, as in
+    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices have the shape `[out, in]`. There is no
+    `lm_head` if the head is tied to the embedding. Tensors are read and cast one at a time, largest first. On a CPU,
+    peak memory is the total size of the parameters or three times the size of the largest tensor, whichever is greater.
+    Without a generation_config.json, the generation fields of config.json apply (except `use_cache`), as in HF's
+    `GenerationConfig.from_model_config`.
 
     If an `eos_token_id` is outside the vocabulary, a warning says that it can never end generation.
 
@@ -150,7 +151,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             array = read_parts(tensor, checkpoint.dtype_of(tensor.name, wanted), sharding)
         return array.block_until_ready()
 
-    # Largest first, because a tensor is briefly in memory three times: as read, as cast, and as a jax array.
+    # Read large tensors first, because each is briefly in memory three times: as read, as cast, and as a jax array.
     for name, weight in sorted(checkpoint.weights.items(), key=lambda item: -math.prod(item[1].shape)):
         tensors = jax.tree.leaves(weight)
         places = [None] * len(tensors) if divided is None else jax.tree.leaves(divided[name])
@@ -193,12 +194,12 @@ def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, Gen
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
     """Save `params` (nested as `load_hf` returns them) and `cfg` in a directory that transformers can load.
 
-    `cfg.model` describes the model. Its `dtype` matters only if there are quantized parameters; arrays are written in
-    their own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
+    `cfg.model` describes the model. The dtype in `cfg.model` matters only for quantized parameters; arrays are written
+    in their own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
     tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
-    one shard at a time: at most 5 GB, or a single larger tensor. Quantized parameters are written to a file such as
-    model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
-    gathered: each process writes its own parts to a directory that all processes share.
+    one shard at a time. A shard has at most 5 GB, unless it contains a single larger tensor. Quantized parameters are
+    written to a file such as model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split
+    across a mesh are not gathered: each process writes its own parts to a directory that all processes share.
 
     Raises:
         CheckpointError: the parameters do not match the model, or `path` exists and cannot be replaced.
@@ -290,14 +291,14 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and the weights to an empty directory; `weights` has the form that `check_params` returns."""
+    """Write both configs and the weights, as returned by `check_params`, to an empty directory."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
 
     def read(name: str) -> np.ndarray:
         array = arrays[name]
         if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy for as long as it lives, so copy a temporary array.
+            # An array on an accelerator caches its numpy copy as long as the array exists, so copy a temporary array.
             array = jax.device_put(array, array.sharding, may_alias=False)
         return np.asarray(array)
 
@@ -353,7 +354,7 @@ def _parameters(
             )
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     described = model.matrix_parameters
-    if described > 2 * stored + _SPARE:  # tracing such a large model could run out of memory
+    if described > 2 * stored + _SPARE:  # tracing a model of this size could run out of memory
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
@@ -371,8 +372,8 @@ def _mismatch(
     """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
     Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of all tensors in the
-    checkpoint, even those in damaged files; these tensors are not reported as missing. If `listed` is None, the names
-    are unknown, and nothing is reported as missing.
+    checkpoint, including those in damaged files. A listed tensor is not reported as missing. If `listed` is None, the
+    names are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
     dtypes, missing, shapes = [], [], []
@@ -393,10 +394,10 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the weights in nested dicts as a flat dict with dotted names, and a list of problems.
+    """Flatten nested dicts of weights; return a dict with dotted names, and a list of problems.
 
     Raises:
-        CheckpointError: `params` is a dict of the model's variables, or low-rank updates are attached.
+        CheckpointError: `params` is the dict of all variables of the model, or contains low-rank updates.
     """
     weights: dict[str, Any] = {}
     problems, attached = [], []

@@ -1,7 +1,7 @@
 """Find a model's directory: a local one, or one downloaded from the Hugging Face Hub.
 
-Downloads go through huggingface_hub and its cache, and respect its environment variables: HF_HOME, HF_HUB_CACHE,
-HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
+Downloads use huggingface_hub with its cache and its environment variables: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
+HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
 # huggingface_hub uses these values from the server as file names in its cache.
 _COMMIT, _ETAG = re.compile(r"[0-9a-f]{40}"), re.compile(r"(W/)?\"?[\w-][\w.+=-]{,199}\"?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
-# Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
+# When offline, older releases of huggingface_hub return a model's directory even if some of its files are not cached.
 _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
@@ -76,8 +76,8 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
         with _checked_responses(get_session()):
             folder = snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=["*/*"])
     except Exception as error:
-        # The HTTP library differs between releases of huggingface_hub, but HfHubHTTPError and the library's errors have
-        # a common base class. hf_xet raises RuntimeError.
+        # Releases of huggingface_hub use different HTTP libraries, whose errors share a base class with HfHubHTTPError.
+        # Another dependency, hf_xet, raises RuntimeError.
         expected = (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
         if isinstance(error, JaxgenError) or not isinstance(error, expected):
             raise

@@ -18,7 +18,7 @@ from convert.tensors import Tensor, allocate_file, read_header
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, one part each; read a part only once, even if several devices need it."""
+    """Read a tensor's parts onto several devices; a part that more than one device needs is read only once."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -32,7 +32,7 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
 
 
 def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
-    """Write arrays to a checkpoint's files. All processes must call this, and each writes its own parts."""
+    """Write arrays to a checkpoint's files. All processes must call this function, and each writes its own parts."""
     sizes = {name: array.nbytes for name, array in arrays.items()}
     files = plan(sizes, None, stem)
     with _together(directory):
@@ -49,7 +49,7 @@ def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
 
 @contextlib.contextmanager
 def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the same `new_directory` in all processes; process 0 creates it, and renames it when the block exits."""
+    """Yield the same new directory in all processes; process 0 creates it, and renames it when the block exits."""
     with contextlib.ExitStack() as stack:
         path, error = "", None
         if jax.process_index() == 0:
@@ -75,7 +75,7 @@ def _together(directory: Path) -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as failure:  # raised below, after the other processes have been told
+    except Exception as failure:  # raised below, after the other processes have been notified
         error = failure
     failed = np.ravel(multihost_utils.process_allgather(np.ravel([error is not None])))
     if error is not None:

@@ -55,7 +55,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List the problems with all but the first of a weight's tensors; `like` is a one-row weight of the same kind."""
+    """List the problems with a quantized weight's tensors after the first; `like` is a one-row weight of this kind."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -72,7 +72,7 @@ def _dtype(tensor: Any) -> Any:
 
 
 def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized] | None:
-    """Return the first kind that occurs in a directory's file names, or None."""
+    """Return the first kind of weight whose name occurs in a directory's file names, or None."""
     return next((kind for kind in kinds if any(path.glob(f"{file_stem(kind)}[-.]*"))), None)
 
 
@@ -118,7 +118,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a one-row weight, which shows the dtypes and row shapes of the arrays of this kind."""
+    """Return a one-row weight of this kind, as a template for the dtypes and row shapes of its arrays."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 
@@ -135,7 +135,7 @@ class _Computed(Tensor):
     compute: Callable[[Any], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded only to the final dtype; even for part of a row, the whole row is read."""
+        """Return the values, rounded only once, to the final dtype; rows are always read as a whole."""
         rows, *columns = part or (slice(None),)
 
         def read(tensor: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: JSON files, and model.safetensors or shards with an index."""
+"""Files of a checkpoint directory: JSON files, and weights in model.safetensors or in shards with an index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
 def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     """Return the tensors in a directory's files, the names of all expected tensors, and a list of problems.
 
-    `stem` is as in `plan`. The set of names is None if there is no index and no file can be read.
+    `stem` is the prefix of the file names. The set of names is None if there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
     index = f"{stem}.safetensors.index.json"

@@ -22,7 +22,7 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-# The same dtypes, and the integer dtypes of quantized weights: I8, U8, ...
+# The dtypes in `DTYPES`, and the integer dtypes of quantized weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
@@ -60,7 +60,7 @@ class Tensor:
         return self.cast(stored, dtype)
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Read a part row by row, or all at once if it is contiguous; safetensors would read the whole tensor."""
+        """Read a part row by row, or all at once if the part is contiguous; safetensors would read the whole tensor."""
         shape = [len(range(*axis.indices(size))) for axis, size in zip(part, self.shape, strict=True)]
         result = np.empty(shape, STORED[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
@@ -73,7 +73,7 @@ class Tensor:
         return result
 
     def write(self, part: tuple[slice, ...], array: np.ndarray) -> None:
-        """Write the values of a part, in the file's dtype, to a file created by `allocate_file`."""
+        """Write the values of one part, which have the file's dtype, to a file created by `allocate_file`."""
         with open(self.file, "r+b", buffering=0) as stream:
             for offset, run in self.runs(part, np.ascontiguousarray(array)):
                 while run:
@@ -81,9 +81,9 @@ class Tensor:
                     run, offset = run[count:], offset + count
 
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Yield the contiguous pieces of a part of the tensor, each as an offset in the file and a view of `array`.
+        """Split a part of the tensor into contiguous pieces; yield each as an offset in the file and a view of `array`.
 
-        `part` has one slice for each axis; there are at most two. `array` has the part's values and is C-contiguous.
+        `part` has one slice for each of at most two axes. `array` contains the part's values and is C-contiguous.
         """
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
         width = math.prod(self.shape[1:]) * array.itemsize
@@ -120,7 +120,7 @@ class DerivedTensor(Tensor):
     compute: Callable[[np.ndarray], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded only to the final dtype."""
+        """Return the values, rounded only once, to the final dtype."""
         assert part is None, "the command reads whole tensors"
         return self.cast(self.compute(super().read(np.dtype(np.float32))), dtype or DTYPES[self.dtype])
 
@@ -128,8 +128,8 @@ class DerivedTensor(Tensor):
 def read_header(file: Path) -> dict[str, Tensor]:
     """Check a file's header, and return its tensors in the order of their offsets.
 
-    safetensors checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
-    which tensors are missing from a truncated file, so this function looks for these problems first.
+    This function first looks for problems that safetensors does not report: duplicate names, unknown fields, and the
+    names of tensors that are missing from a truncated file. Then safetensors checks dtypes, shapes and offsets.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):  # checked first, because opening a pipe would block

@@ -5,7 +5,7 @@ Public names are imported on first use, so `import jaxgen` itself does not impor
 
 from jaxgen.version import __version__ as __version__
 
-TYPE_CHECKING = False  # type checkers assume True; importing the name from typing would be slow
+TYPE_CHECKING = False  # type checkers assume that this is True; importing the name from typing would be slow
 
 _NAMES = {
     "config.constraints": "DisjunctiveConstraint PhrasalConstraint",

@@ -9,8 +9,8 @@ import sys
 
 def main() -> None:
     """Run the command, and exit with its status."""
-    gc.disable()  # collection would slow down the imports, and free little; `cli.main` enables it again
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background jobs must continue to ignore it
+    gc.disable()  # garbage collection would slow down the imports and free little memory; `cli.main` re-enables it
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # background jobs of a script must still ignore SIGINT
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run while XLA compiles
     from jaxgen.cli.main import main as run
 

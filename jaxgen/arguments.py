@@ -89,7 +89,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def unicode(text: str) -> str:
-    """Decode the surrogates in `text` as UTF-8. They stand for bytes that the locale could not decode."""
+    """Decode the surrogates in `text` as UTF-8. Surrogates represent bytes that the locale could not decode."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:

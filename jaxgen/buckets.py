@@ -18,9 +18,9 @@ def capacity_for(new_tokens: int, recorded: bool) -> int:
 
 
 def cache_slots(slots: int) -> int:
-    """Round up a number of cache slots to a multiple of 128 if it is an int above 1,024, not a symbolic size.
+    """Round up a number of cache slots to a multiple of 128 if it is above 1,024; return a symbolic size unchanged.
 
-    A GPU splits the product with so many values into equal parts, and would otherwise pad a copy of the values in every
-    step.
+    With more than 1,024 slots, a GPU splits the product of attention weights and values into equal parts. Without the
+    rounding, every step would copy the values in order to pad them.
     """
     return -(-slots // 128) * 128 if isinstance(slots, int) and slots > 1024 else slots

@@ -10,7 +10,7 @@ LONGEST_VALUE = 100
 
 
 class JaxgenError(ValueError):
-    """Base class of all errors caused by an invalid value; a wrong type raises `TypeError`. Its message is one line."""
+    """Base class of all errors caused by an invalid value; a wrong type raises `TypeError`. The message is one line."""
 
     def __init__(self, text: object = ""):
         super().__init__(one_line(str(text)))

@@ -74,8 +74,8 @@ def generate(
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation starts
             from `bos_token_id`.
-        key: None for greedy decoding. For sampling, either `key[B]`, one key per prompt, or a single `jax.random.key`;
-            prompt b then uses `fold_in(key, b)`.
+        key: None for greedy decoding. For sampling, either one key per prompt, `key[B]`, or a single `jax.random.key`.
+            With a single key, prompt b uses `fold_in(key, b)`.
         cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
         attention_mask: `[B, P]`, 0 for padding, which may be on either side. By default, tokens with the pad id are
             padding; if this id is also an eos id, no tokens are padding.
@@ -84,8 +84,8 @@ def generate(
             the new tokens. The number of cache rows must divide B; prompts may share rows. The cache is not changed.
         logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`; see docs/processors.md.
         stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for rows that end.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids` that is called on
-            the host in each step for each unfinished row; `ids` is int32[n], the row's ids without padding.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`. The function is
+            called on the host in each step for each unfinished row. `ids` is int32[n], the row's ids without padding.
         negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to steer away from; see `guidance_scale`.
         streamer: an object that receives the tokens through `put` (step by step) or `put_row` (row by row).
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
@@ -173,7 +173,7 @@ def prefill(
 
 
 def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
-    """Return the caller's functions and the automaton of the stop strings. The arguments are as in `generate`."""
+    """Return the caller's functions and the automaton for the stop strings. The arguments are as in `generate`."""
     return Extensions(
         processors=() if logits_processor is None else functions("logits_processor", logits_processor),
         criteria=() if stopping_criteria is None else functions("stopping_criteria", stopping_criteria),

@@ -10,13 +10,13 @@ import jax
 
 from jaxgen.errors import InputError
 
-SMALL = 2**28  # bytes; calls that need less are not checked, because a check could take longer than the call
+SMALL = 2**28  # calls that need fewer bytes are not checked, because a check could take longer than the call
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
-    """Raise an `InputError` unless each device has `needed` free bytes. All CPU devices share one memory.
+    """Raise an `InputError` unless each device has `needed` free bytes. All CPU devices share the same memory.
 
     `what` starts the message, with {} for the needed size. `remedy` maps the free bytes per device to a suggestion.
     """

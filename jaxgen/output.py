@@ -26,7 +26,7 @@ T = TypeVar("T")
 class GenerateOutput:
     """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then those of prompt 1.
 
-    N is `max_new_tokens`, or the largest value if each prompt has its own.
+    N is `max_new_tokens`, or the largest of its values if each prompt has its own value.
 
     Attributes:
         sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. If only embeddings
@@ -44,12 +44,12 @@ class GenerateOutput:
         logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 after a
             row's end.
         top_logprobs: float32[B*R, N, n], the log-probabilities of the n most likely tokens, with `top_logprobs=n`.
-        top_tokens: int32[B*R, N, n], the ids of these tokens.
+        top_tokens: int32[B*R, N, n], the ids of the n most likely tokens.
         hidden_states: the hidden states of all layers, with `output_hidden_states`.
         attentions: the attention weights of all layers, with `output_attentions`.
-        cache: a `Continuation` with the keys and values of all tokens except each row's last, and the ids and number
-            of all tokens; None with `slots`.
-        prompt_width: P, static.
+        cache: a `Continuation`: the ids and number of all tokens, and the keys and values of all but each row's last
+            token. None with `slots`.
+        prompt_width: P, the width of the prompts; it is static.
     """
 
     sequences: jax.Array
@@ -125,7 +125,7 @@ class GenerateOutput:
         )
 
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """Return each layer's keys and values, `[rows, K, width, H]`, in the columns of `sequences`; 0 for padding."""
+        """Return each layer's keys and values, `[rows, K, width, H]`, aligned with `sequences`; 0 for padding."""
         assert self.cache is not None
         if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(
@@ -135,7 +135,7 @@ class GenerateOutput:
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # The cache contains all tokens except the last generated one. Any additional tokens came before the prompt.
+        # The cache contains all tokens except the last generated one. Extra cached tokens came before the prompt.
         before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
         order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
         cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]
@@ -160,7 +160,7 @@ def _short(name: str, value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HFOutput:
-    """transformers' `GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput`. Unrequested fields are None.
+    """Fields of transformers' `GenerateDecoderOnlyOutput` and `GenerateBeamDecoderOnlyOutput`, None if not requested.
 
     Attributes:
         sequences: `[rows, P + steps]`.

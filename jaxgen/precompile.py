@@ -37,14 +37,14 @@ def warmup(
     assistant=None,
     hook=None,
 ) -> int:
-    """Compile the programs that calls of `generate` will need, so that the first calls need not wait.
+    """Compile the programs that calls of `generate` will need, so that the first calls do not have to wait.
 
     >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
     6
 
     Each program serves all widths and lengths that round up to the same sizes, and all values of traced options. For
     each pair of sizes, compile one program (three with `streaming`) and generate one token with it. Only the 64 most
-    recently used programs are kept. Return the number of pairs.
+    recently used programs are kept. Return the number of pairs of sizes.
 
     Args:
         params: the parameters, as in later calls.

@@ -1,11 +1,11 @@
-"""Store compiled programs in files, so that other processes need neither trace nor compile them.
+"""Store compiled programs in files, so that other processes do not have to trace or compile them.
 
 jax's compilation cache saves only the compile time: its key is the lowered program, so programs must still be traced
 and lowered. Here, the key consists of everything that determines a program: jaxgen's source, the versions of jax and
 jaxlib, jax's settings, the device, the static arguments, and the shapes and dtypes of the other arguments. A program is
-stored only if all of these can be described. The caller's functions cannot be described, because their code may change.
+stored only if its full key can be described. The caller's functions cannot be described, because their code may change.
 
-The files are trusted, like those of jax's cache: they contain pickles and machine code.
+The files must be trusted, like those in jax's cache, because they contain pickles and machine code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
 _CHANGING = threading.Lock()  # guards a jax setting that all threads share
-_BEFORE: list[float] = []  # the setting's value before each compilation that is running
+_BEFORE: list[float] = []  # the jax setting's value before each running compilation
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -68,7 +68,7 @@ def read_or_compile(
 
 
 class _UnknownError(Exception):
-    """A value whose description is not stable across processes."""
+    """Raised for a value whose description is not stable across processes."""
 
 
 def _described(value: Any) -> str:
@@ -103,7 +103,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return what else determines a program, apart from the call: versions, source, device, flags and settings."""
+    """Return everything except the call that determines a program: versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -123,7 +123,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
     """Return the program in a file, or None if it must be compiled. `arguments` is the structure of its arguments."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
-    except (OSError, zlib.error):  # missing or incomplete; `zlib` verifies a checksum
+    except (OSError, zlib.error):  # the file is missing or incomplete; `zlib` verifies a checksum
         return None
     LOG.info("reading it from %s", file)
     results = jax.tree.structure(results)

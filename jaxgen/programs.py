@@ -1,8 +1,8 @@
 """Least-recently-used cache of the compiled programs for eager calls.
 
-A program compiled for a CPU uses 400 to 900 memory maps. Linux limits a process to 65,530 of them
-(`vm.max_map_count`); beyond that, XLA fails to compile and the process dies. jax keeps every program compiled for a
-function as long as the function exists, so each program here is traced from a separate function object.
+A program compiled for a CPU uses 400 to 900 memory maps. Linux limits a process to 65,530 memory maps
+(`vm.max_map_count`). Beyond this limit, XLA fails to compile, and the process dies. jax keeps every program compiled
+for a function as long as the function exists, so each program here is traced from a separate function object.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jax.extend.core import get_opaque_trace_state
 from jaxgen.memory import SMALL, check_free
 from jaxgen.recompilation import LOG, log_compilation
 
-_MOST = 64  # programs; on a CPU, each uses about 20 MB of memory
-_FEW = 8  # programs kept even if the caller's programs use up the memory maps
+_MOST = 64  # maximum number of programs; on a CPU, each uses about 20 MB of memory
+_FEW = 8  # number of programs that are kept even if the caller's programs use up the memory maps
 _PROC = Path("/proc")
 _REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
@@ -44,12 +44,12 @@ def _is_transformed() -> bool:
 
 
 class Programs:
-    """The compiled programs of eager calls, limited in number and by the process's remaining memory maps.
+    """The compiled programs of eager calls, up to a maximum number, or fewer if memory maps are scarce.
 
     Attributes:
         most: the maximum number of programs.
-        directory: a directory to which programs for the default device are also saved, for other processes to load;
-            or None. Set this only in a process that does not change jax's settings, such as the command.
+        directory: None, or a directory where programs for the default device are also saved, so that other processes
+            can load them. Set this only in a process that does not change jax's settings, such as the command `jaxgen`.
     """
 
     def __init__(self, most: int):
@@ -64,7 +64,7 @@ class Programs:
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
         """Return the program for a key. If there is none, create it with `make`, and drop others if necessary.
 
-        A dropped program is freed once no thread is running it. `Program` builds the keys, and the log compares them.
+        A dropped program is freed once no thread runs it. `Program` builds keys, and `log_compilation` compares them.
         """
         with self._lock:
             found = self._programs.get(key)
@@ -90,7 +90,7 @@ PROGRAMS = Programs(_MOST)
 
 
 class Program:
-    """A function that is compiled when called eagerly, as with `jax.jit`, and whose programs are cached in `PROGRAMS`.
+    """A function that is compiled when called eagerly, as with `jax.jit`. `PROGRAMS` caches the compiled programs.
 
     If the same shapes occur on different devices or under different jax settings, `jax.jit` compiles another program
     within the same entry of `PROGRAMS`.
@@ -117,7 +117,7 @@ class Program:
         self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
     def __call__(self, *args, **kwargs):
-        """Run the program for arguments of this form, compiling it if necessary."""
+        """Run the program that fits the form of the arguments, compiling it if necessary."""
         if under_jit():
             return self._function(*args, **kwargs)
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
@@ -125,7 +125,7 @@ class Program:
         leaves, structure = jax.tree.flatten((args, traced))
         # Under jax.grad, compiler options are not allowed. If there are only CPUs, the arguments need not be examined.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
-        # The form of a jax array is its `aval`. Looking for that attribute is faster than isinstance.
+        # The form of a jax array is its `aval`. Checking for this attribute is faster than `isinstance`.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
         key = (self, structure, static, on_cpu, stored, tuple(forms))
@@ -154,7 +154,7 @@ class Program:
 
 
 class _NewProgram:
-    """Placeholder that, on the first call, compiles or loads a program, and is then replaced by the program.
+    """Placeholder that compiles or loads a program on the first call. The program then replaces the placeholder.
 
     Args:
         key: the program's key in `PROGRAMS`.
@@ -175,7 +175,7 @@ class _NewProgram:
             self._found = self._found or self._find(args, kwargs)
         run, needed = self._found
         devices = _devices(jax.tree.leaves((args, kwargs)))
-        # If there are several processes, one of them must not reject a call that the others start.
+        # With several processes, one process must not reject a call that the other processes start.
         if needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
             check_free("this call needs {}", needed, devices, lambda free: _REMEDY)
         PROGRAMS.replace(self._key, run)
@@ -199,7 +199,7 @@ class _NewProgram:
 
 def bytes_taken(compiled: jax.stages.Compiled) -> int:
     """Return the number of bytes that a running program needs on each device in addition to its arguments."""
-    memory: Any = compiled.memory_analysis()  # None if the compiler does not report it
+    memory: Any = compiled.memory_analysis()  # None if the compiler does not report memory use
     if memory is None:
         return 0
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

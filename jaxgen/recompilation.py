@@ -79,7 +79,7 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
 
 
 def _compare(path: tuple[str, ...], new: Any, old: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the path and both values of each differing part."""
+    """Yield the path and both values of each part that differs."""
     if new is old or (type(new) is type(old) and new == old):
         return
     parts, others = _parts(new), _parts(old)
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Return a difference's rank for sorting: prompts first, then settings, then parts that follow from these."""
+    """Return a difference's rank for sorting. Prompts come first, then settings, then parts that depend on them."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 

@@ -76,8 +76,8 @@ def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
     """Return the rows of `x [n, ...]` at the indices `rows int32[m]`.
 
-    Both arrays consist of `groups` equal parts; part i of `rows` contains only indices of rows in part i of `x`. Under
-    a mesh, a part whose rows are on one device stays on that device.
+    `x` and `rows` each consist of `groups` equal parts. Part i of `rows` contains only indices of rows in part i of
+    `x`. Under a mesh, a part whose rows are on one device stays on that device.
     """
     if groups == 1:
         return x[rows]

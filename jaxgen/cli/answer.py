@@ -167,7 +167,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
 
 
 def open_model(options: argparse.Namespace, adapters: Sequence[Path]) -> Checkpoint:
-    """Open --model, or the bundled model, without reading its weights; raise an error if an adapter does not fit it."""
+    """Open --model or the bundled model without reading weights; raise an error if an adapter does not fit."""
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
     source = source.quantize(options.quantize)
     read_updates(adapters, source.cfg.model)
@@ -237,7 +237,7 @@ def load_model(
 
 
 def key_of(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed)`, for seed < 2**32, without compiling the two programs that would compute it."""
+    """Return `jax.random.key(seed)` for a seed below 2**32, without the two programs that jax would compile for it."""
     words: Any = np.array([0, seed], np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
@@ -299,7 +299,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
-    """Return, for each line, 1 if it already has its answers and 0 otherwise; all processes get the same result."""
+    """Return 1 for each line that already has its answers, else 0; all processes get the same result."""
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
@@ -335,7 +335,7 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
 
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
-    """Read and compile a JSON schema; errors name its file."""
+    """Read and compile a JSON schema; error messages include the file's name."""
     data = read_file(schema, 4 * LONGEST) or b""
     text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
@@ -345,7 +345,8 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
-    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS alone is valid
+    # Without a chat template, an empty prompt is valid, because the BOS token alone can be a prompt.
+    if not text and tokenizer.chat_template is not None and not options.raw:
         raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 

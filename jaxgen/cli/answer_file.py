@@ -4,12 +4,12 @@ Until FILE is complete, its directory contains a partial file for each shard tha
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
-A partial file is locked while its writer runs. Its lines are
+A partial file is locked while its writer runs. The file has these lines, in the order in which prompts were answered:
   {"run": {...}}                         everything that the following answers depend on: input, model, options, ...
   {"index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
-in the order in which prompts were answered. Any partial file may contain any index, so the number of shards can change
-when a run is resumed. The process that answers the last prompt merges all partial files.
+Any partial file may contain any index, so the number of shards can change when a run is resumed. The process that
+answers the last prompt merges all partial files.
 
 This module does not import jax.
 """
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# These values affect answers only through rounding, so a resumed run may change them (in 16 bits, with a warning).
+# These options affect answers only through rounding, so a resumed run may change them (with a warning in 16 bits).
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
@@ -95,7 +95,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     _refuse_existing(target)
     which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
     own = target.with_name(f"{target.name}{which}.partial")
-    run = json.loads(json.dumps(run))  # with lists for tuples, as in the partial file that it is compared with
+    run = json.loads(json.dumps(run))  # turns tuples into lists, for the comparison with partial files
     try:
         stream = io.FileIO(own, "a+")
     except OSError as error:
@@ -104,7 +104,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         _lock(stream, own)
         part, begin = _Part(own, prompts), 0
         try:
-            _refuse_existing(target)  # check again, because another process may have just written it
+            _refuse_existing(target)  # check again, because another process may have just written the file
             parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
             _refuse_other_shards(target, parts, shard)
             done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
@@ -123,7 +123,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the `run` recorded in the first partial file that has one, or an empty dict if there is none."""
+    """Return the first `run` recorded in a partial file, or an empty dict if no run is recorded."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -134,7 +134,7 @@ def recorded(target: Path) -> Mapping[str, Any]:
 
 
 def _partials(target: Path) -> list[Path]:
-    """Return the partial files, in an order that is the same in all processes."""
+    """Return the partial files, in the same order in all processes."""
     name = re.compile(re.escape(target.name) + r"(\.\d+-of-\d+)?\.partial")
     return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name) and path.is_file())
 
@@ -158,7 +158,7 @@ class _Part:
     """The current contents of a partial file.
 
     Attributes:
-        path: its path.
+        path: the file's path.
         runs: the runs that wrote to the file.
         indices, offsets: the index of each prompt with answers, and the offset of its line.
         end: the number of bytes up to the end of the last complete line.
@@ -220,7 +220,7 @@ def _locked(stream: Any, operation: int) -> bool:
 def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
     """Raise an error if a process with a different number of shards is running, because the shards would overlap.
 
-    Each process locks its own file before it checks the others, so if two start together, at least one fails.
+    Each process locks its own file before checking other files, so if two processes start together, at least one fails.
     """
     own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
     for part in parts:
@@ -235,7 +235,7 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return, for each prompt, 1 if it has answers, else 0; raise an error if any answers are from a different run.
+    """Return the result of `_done`, or raise an error if any answers are from a different run.
 
     Print a warning if this run rounds differently from the runs that wrote the answers.
     """
@@ -260,7 +260,7 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
 
 
 def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
-    """Return, for each prompt, 1 if it has answers, else 0."""
+    """Return 1 for each prompt that has answers, and 0 for any other prompt."""
     done = bytearray(prompts)
     for part in parts:
         for index in part.indices:
@@ -269,7 +269,7 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 
 
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
-    """Merge and remove the partial files; if prompts are left, print the shards that contain them.
+    """Merge and remove the partial files; if some prompts have no answers yet, only print their shards.
 
     Two processes that finish at the same time may both find that no prompts are left. Therefore, a process
     locks the first partial file before it merges the files, and removes this file last.

@@ -75,7 +75,7 @@ class Chat:
         dropped = self._too_many(turns, min(most, self.context // 2))
         turns = turns[dropped:]
         prompt = self._render(turns)
-        # Turns may have been dropped, the template may render earlier turns differently, or options may have changed.
+        # The cache is unusable if turns were dropped, earlier turns are rendered differently, or some options changed.
         usable = prompt.startswith(self._text) and not mode_of(session.cfg).no_cache
         if self._cache is not None and not (usable and self._cache.kv.cache_dtype == session.cfg.cache_dtype):
             self._forget_cache()
@@ -121,7 +121,7 @@ class Chat:
             raise InputError(f"{path} cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Read a conversation that `save` wrote.
+        """Read a conversation written by `save`.
 
         If the file is not a conversation, raise an `InputError` and leave the current conversation unchanged.
         """

@@ -1,6 +1,6 @@
 """Cache of compiled programs on disk, so that the next process does not have to compile them again.
 
-jaxgen's programs for one device are stored by `jaxgen.program_files`; other programs are in jax's compilation cache.
+`jaxgen.program_files` stores jaxgen's programs for one device; jax's compilation cache stores all other programs.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def wanted(options: argparse.Namespace) -> bool:
 def supervise() -> int | None:
     """Fork the process. Return None in the child; in the parent, wait for the child and return its exit status.
 
-    If another process is lost, jax's runtime aborts the child with a page of text; the parent adds a one-line error.
+    If another process is lost, jax's runtime prints a page of text and aborts the child; the parent adds one line.
     """
     alive, parent = os.pipe()
     child = os.fork()
@@ -54,7 +54,7 @@ def _end_with_parent(alive: int) -> None:
 
 
 def is_joined() -> bool:
-    """Return True if this process is one of several."""
+    """Return True if this process is one of several in a run."""
     return sys.excepthook is _end
 
 
@@ -80,7 +80,7 @@ def join(options: argparse.Namespace) -> None:
             f"the processes could not be connected: {error}; set --coordinator HOST:PORT, --processes N and --process I"
         ) from error
     sys.excepthook = _end
-    # Only answers may reach stdout, so discard what C++ code prints there, such as Gloo's connection messages.
+    # Only answers may reach stdout, so discard the output of C++ code, such as Gloo's connection messages.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stdout = os.dup(1) if jax.process_index() == 0 else nowhere
     os.dup2(nowhere, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from convert.hf import Checkpoint
 
-_SAMPLE = 4096  # bytes per tensor; reading whole tensors would take too long
+_SAMPLE = 4096  # number of bytes to read per tensor; reading whole tensors would take too long
 
 
 def fingerprint(source: Checkpoint, adapters: Iterable[Path] = ()) -> str:

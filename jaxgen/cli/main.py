@@ -21,15 +21,16 @@ from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # the problem reported for a truncated file lists every missing tensor
+PROBLEM_WIDTH = 240  # a message about a truncated file lists every missing tensor
 LINE_WIDTH = 1000  # values on the command line can be long
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    The status is 0 for success, 1 for a failure at run time (too little memory, an answer that cannot continue, a lost
-    process), 2 for bad input, 130 for Ctrl-C, and 141 if stdout is closed. Each error or warning is one line on stderr.
+    The status is 0 for success, 2 for bad input, 130 for Ctrl-C, and 141 if stdout is closed. For a failure at run time
+    (too little memory, an answer that cannot continue, a lost process), it is 1. Each error or warning is one line on
+    stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
@@ -112,7 +113,7 @@ def _answer(argv: Sequence[str]) -> int:
         distributed.join(options)
     terminal.show("starting")
     check_convert()
-    from jaxgen.cli.answer import answer  # importing jax takes a second; --help does not need it
+    from jaxgen.cli.answer import answer  # --help does not need jax, and importing jax takes a second
 
     with _device(options):
         stats = answer(options)
@@ -146,12 +147,12 @@ def _serve(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _device(options: Any) -> Iterator[None]:
-    """Use the chosen device, and the compile cache if it is enabled; call this after importing all modules."""
+    """Use the chosen device, and the compile cache if it is enabled; all modules must be imported first."""
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
 
     if not gc.isenabled():  # `__main__` disabled it
-        gc.freeze()  # exempts the modules imported so far
+        gc.freeze()  # exempts the modules imported so far from garbage collection
         gc.enable()
     if getattr(options, "compile_cache", False):
         keep_programs()

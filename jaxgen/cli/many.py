@@ -47,8 +47,8 @@ def write_answers(
 ) -> None:
     """Answer the lines in `indices` that are not done, and write a JSON line for each answer as soon as it is ready.
 
-    The answer to a line depends on the line's index, not on other lines or on how many are answered at a time. If a row
-    cannot continue, for example because all tokens are banned, the line's `error` gives the reason.
+    An answer depends on the line and its index, but not on other lines or on the number of lines answered at a time. If
+    a row cannot continue, for example because all tokens are banned, the line's `error` gives the reason.
 
     Args:
         lines: the whole input, even if `indices` covers only part of it, because the engine's sizes depend on it.
@@ -126,7 +126,7 @@ def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
     if (grammar := _grammar(session)) is not None:
         states, classes = grammar.transitions.shape
         sizes = {"grammar_states": power_of_two(states + 1, 1024), "grammar_classes": power_of_two(classes, 256)}
-    if cfg.stop_strings is not None:  # the strings need at most one state per byte
+    if cfg.stop_strings is not None:  # stop strings need at most one state per byte
         size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
         sizes["stop_states"] = power_of_two(size + 1, 1024)
     key = session.key if cfg.on("do_sample") else None
@@ -146,7 +146,7 @@ def _in_slots(
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield each line's index and output, once all answers to the line have ended.
 
-    Process 0 answers the lines; the other processes follow its engine.
+    Process 0 answers the lines, and the engines of the other processes follow process 0.
     """
     if not engine.leads:
         return

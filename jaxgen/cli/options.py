@@ -1,4 +1,4 @@
-"""The options of `jaxgen "PROMPT"`: the command's own, and those of `GenerationConfig` that the command offers.
+"""The options of the command `jaxgen "PROMPT"`: its own options, and the `GenerationConfig` options that it offers.
 
 This module does not import jax.
 """
@@ -30,7 +30,7 @@ _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
 )
-# One section of --help for each section of the option reference.
+# Titles of the sections of --help, which correspond to sections of the option reference.
 _SECTIONS = {LENGTH: "length and end", CHOICE: "choosing a token", SCORES: "scores", OUTPUT: "prompts"}
 _SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
 
@@ -53,7 +53,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command lacks this option, if the Python API or `jaxgen train` has it; otherwise, ""."""
+    """Return why the command lacks an option that the Python API or `jaxgen train` has; otherwise, return ""."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:
@@ -110,7 +110,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 
 def add_generation(command: arguments.Parser) -> None:
-    """Add the options of `GenerationConfig`; alternatives such as max_length and max_new_tokens exclude each other."""
+    """Add the options of `GenerationConfig`; alternatives such as max_length and max_new_tokens cannot be combined."""
     sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
     limits: dict[str, Any] = {}
     for option in OFFERED:
@@ -219,7 +219,7 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
 def setting(text: str) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that `/set NAME VALUE` sets, with the named field first.
 
-    Raise an `InputError` if the name is unknown, or the value cannot be read or does not work in a conversation.
+    Raise an `InputError` if the name is unknown or does not apply to conversations, or if the value cannot be read.
     """
     name, _, value = text.partition(" ")
     name, value = name.lstrip("-").replace("-", "_"), value.strip()
@@ -243,7 +243,8 @@ def setting(text: str) -> dict[str, Any]:
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
-    A limit on the command line replaces the checkpoint's alternative limit: --max-length clears max_new_tokens.
+    A limit on the command line replaces the checkpoint's alternative limit. For example, --max-length clears
+    max_new_tokens.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}

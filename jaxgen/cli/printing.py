@@ -18,15 +18,15 @@ from jaxgen.text.streaming import TextStreamer
 class Printer(TextStreamer):
     """Streamer that prints an answer in place of the status line, and stores the text and the times of all `put` calls.
 
-    On a terminal, lines break between words, except in constrained text: a newline would make a JSON string invalid.
-    After `stop`, the next token raises KeyboardInterrupt.
+    On a terminal, lines break between words. Constrained text is not wrapped, because a newline would make a JSON
+    string invalid. After `stop`, the next token raises KeyboardInterrupt.
     """
 
     def __init__(self, session: Session):
         super().__init__(session.tokenizer, skip_prompt=True)
         self._stopped, self._stats = False, session.stats
         self.text = ""
-        self.times: list[tuple[float, float]] = []  # as in `Stats.streamed`
+        self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
@@ -45,7 +45,7 @@ class Printer(TextStreamer):
         """Print and store text."""
         self.text += text
         if self._wrapper is not None:
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 if unknown
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # the width is 0 if unknown
             text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
         if text or stream_end:
             terminal.erase()

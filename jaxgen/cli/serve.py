@@ -75,7 +75,7 @@ def serve(options: argparse.Namespace) -> None:
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            # After its shutdown, uvicorn raises SIGTERM again. It is ignored, or the exit would look like a failure.
+            # After its shutdown, uvicorn raises SIGTERM again; ignoring it keeps the exit from looking like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
@@ -95,7 +95,7 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a bound socket. It is bound before the weights are read, so that an address in use is reported at once."""
+    """Yield a socket that is already bound, so that an address in use is reported before the weights are read."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

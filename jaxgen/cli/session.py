@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The arguments of `generate`, and statistics; `generate_kwargs` contains the arguments that have no field here."""
+    """The arguments of `generate`, and statistics. `generate_kwargs` contains the arguments that have no field."""
 
     params: Any
     cfg: GenerationConfig

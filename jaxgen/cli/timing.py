@@ -42,7 +42,7 @@ class Stats:
         self._generated(begin, self.now())
 
     def streamed(self, times: Sequence[tuple[float, float]]) -> None:
-        """Count a streamed answer, given the results of `now` when its prompt and each of its tokens arrived."""
+        """Count a streamed answer. `times` contains what `now` returned when the prompt and each token arrived."""
         if len(times) > 1:
             self.first.append(times[1][0] - times[0][0])
             self._generated(times[1], times[-1])

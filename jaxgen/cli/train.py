@@ -64,7 +64,7 @@ class _TrainJob:
     """A validated training job, created before the weights are read.
 
     `config` and `generation` are the contents of the new checkpoint's JSON files, and `rows` is the data. `run`
-    identifies everything other than `model` and `cfg` that the result depends on.
+    identifies everything that affects the result, apart from `model` and `cfg`.
     """
 
     source: Checkpoint
@@ -153,7 +153,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return config.json's and generation_config.json's contents, with the examples' end tokens added to the eos ids.
+    """Return the contents of config.json and generation_config.json, adding the examples' end tokens to the eos ids.
 
     A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """
@@ -198,7 +198,7 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
-        # Not assigned to a variable, so that `train` can free these parameters once it has copied them.
+        # The parameters are not assigned to a variable, so that `train` can free them after copying them.
         load_hf(job.source.path)[0] if frozen is None else lora.init(frozen, job.rank, jax.random.key(job.cfg.seed)),
         shuffled(job.rows, job.batch, job.cfg.seed),
         model=job.model,

@@ -7,7 +7,7 @@ from unicodedata import category, east_asian_width
 
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
-_EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
+_EMOJI_STYLE = "\ufe0f"  # on some terminals, this selector makes the preceding character two columns wide
 # Unicode categories of characters that cannot begin a line, such as ")", "。" and accents.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
 # Categories of characters that cannot end a line, such as "(" and the emoji joiner.
@@ -86,10 +86,10 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence that is open after `line`, or "" if there is none; `fence` is the one that is open before it.
+    """Return the fence that is open after `line`, or "" if none is open; `fence` is the fence open before the line.
 
-    As in CommonMark, a code block ends at a line that contains only the fence's character, repeated at least as often
-    as in the opening fence.
+    As in CommonMark, a code block ends at a line that contains only a fence of the same character. The closing fence
+    must be at least as long as the opening fence.
     """
     found = _FENCE.fullmatch(line)
     if found is None:

@@ -1,4 +1,4 @@
-"""Check generate()'s arguments and options, and bring a config to its normal form."""
+"""Check generate()'s arguments and options, and convert a config to its normal form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ELSEWHERE = {
 def refuse_unavailable(cfg: GenerationConfig) -> None:
     """Raise an error if an option, or a combination of options, is not offered.
 
-    An option that the decode mode does not read causes only a warning, as in transformers: see `warn_unused`.
+    As in transformers, an option that the decode mode does not read causes only a warning (see `warn_unused`).
     """
     refuse_values(cfg)
     constrained = [name for name in ("constraints", "force_words_ids") if getattr(cfg, name) is not None]

@@ -1,8 +1,9 @@
 """Constraints for constrained beam search, and the kinds of the options that contain them.
 
-A constraint is met once the row contains one of its alternatives, which are sequences of token ids. The constraints
-of an option form a table, int32[C, A, W]: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
-are -1, so changing the ids does not cause recompilation. This module does not import jax.
+A constraint is met once the row contains one of its alternatives, which are sequences of token ids. An option's
+constraints form a table, int32[C, A, W], whose axes are constraints, alternatives and ids. The table's sizes are
+rounded up, and unused entries are -1, so changing the ids does not cause recompilation. This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Phrase = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PhrasalConstraint:
-    """A phrase that the text must contain: transformers' `PhrasalConstraint`.
+    """A phrase that the text must contain, as in transformers' `PhrasalConstraint`.
 
     >>> PhrasalConstraint([5, 6, 7])
     PhrasalConstraint(token_ids=(5, 6, 7))
@@ -34,7 +35,7 @@ class PhrasalConstraint:
         token_ids: the ids of the phrase, in order.
 
     Raises:
-        ConfigError: there are no ids, or one is negative.
+        ConfigError: there are no ids, or an id is negative.
         TypeError: `token_ids` contains something other than ids.
     """
 
@@ -51,7 +52,7 @@ class PhrasalConstraint:
 
 @dataclasses.dataclass(frozen=True)
 class DisjunctiveConstraint:
-    """Phrases of which the text must contain at least one: transformers' `DisjunctiveConstraint`.
+    """Alternative phrases: the text must contain at least one of them, as in transformers' `DisjunctiveConstraint`.
 
     >>> DisjunctiveConstraint([[5, 6], [7]])
     DisjunctiveConstraint(nested_token_ids=((5, 6), (7,)))
@@ -90,7 +91,7 @@ Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
 class ConstraintKind(Kind):
-    """Base class for kinds of constraints, which all prompts share. The leaf is int32[C, A, W]."""
+    """Base class for kinds of constraints. All prompts share the constraints, and the leaf is int32[C, A, W]."""
 
     traced = True
     ranks = 3
@@ -104,7 +105,7 @@ class ConstraintKind(Kind):
         return [token for phrase in self.phrases(value) for token in phrase]
 
     def phrases(self, value: Any) -> list[Phrase]:
-        """Return the alternatives of all constraints; an empty list for a traced value."""
+        """Return the alternatives of all constraints, or an empty list for a traced value."""
         if value is None or is_tracer(value):
             return []
         # In a config that jax has unflattened, the constraints are an array.
@@ -157,7 +158,7 @@ class Constraints(ConstraintKind):
 
 
 def as_forced_words(constraints: Sequence[Constraint]) -> list:
-    """Return constraints in the form of `force_words_ids`."""
+    """Convert constraints to the format of `force_words_ids`."""
     return [as_lists(_ids(constraint)) for constraint in constraints]
 
 
@@ -175,7 +176,7 @@ def _phrase(name: str, phrase: Any, given: Any) -> Phrase:
 
 
 def _constraint(word: Any) -> Constraint:
-    """Return the constraint for a phrase or for a list of alternative phrases; leave a constraint unchanged."""
+    """Return the constraint for a phrase or a list of alternative phrases; return an existing constraint unchanged."""
     if isinstance(word, Constraint):
         return word
     return PhrasalConstraint(word) if depth(as_lists(word)) < 2 else DisjunctiveConstraint(word)
@@ -191,7 +192,7 @@ def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
 
 
 def _untable(name: str, table: Any) -> list:
-    """Return each constraint in a table as its phrase or, if it has several alternatives, as a list of phrases."""
+    """Return each constraint in a table: a phrase, or a list of phrases if the constraint has several alternatives."""
     if np.ndim(table) != 3:
         raise ConfigError(
             f"{name} as an array must have 3 axes, [constraints, alternatives, ids], got shape {list(np.shape(table))}"

@@ -1,9 +1,9 @@
 """GenerationConfig: every option of transformers 4.41.1's generate(), with the same name and default.
 
 The config is a pytree. The values of traced options are its leaves, so changing them never causes recompilation.
-Everything that shapes the program (mode, model, static options, which options are on) is part of the config's
-structure. An option at its neutral value is off and has no leaf, so a config's structure alone determines which
-processors run, even inside the caller's own jit.
+Everything that determines the program is part of the config's structure: the mode, the model, the static options, and
+the set of enabled options. An option at its neutral value is off and has no leaf, so a config's structure alone
+determines which processors run, even inside the caller's own jit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxgen.config.values import is_array, is_tracer, thawed
 from jaxgen.errors import ConfigError, shown, warn
 from jaxgen.model.config import ModelConfig
 
-# Fields that transformers writes in addition to the options. They have no effect.
+# Fields that transformers writes in addition to the options, but that have no effect.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 # The smallest repetition penalty that transformers recommends for DoLa.
 DOLA_PENALTY = 1.2
@@ -56,7 +56,7 @@ class _Inherited:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _InRequest:
-    """Placeholder for an option value that is in the requests instead. It is not equal to any neutral value."""
+    """Placeholder for an option value that is in the requests instead; it is not equal to any neutral value."""
 
 
 IN_REQUEST = _InRequest()
@@ -80,10 +80,10 @@ class _Instead:
 class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields of later releases
-    default to None, which means off. Most options accept one value for all prompts or one for each. Options that jaxgen
-    recognizes but does not support are rejected. Only `from_hf` accepts such an option, so that it can read every
-    checkpoint's config; `generate` then rejects the option.
+    docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields from later
+    releases default to None, which means off. Most options accept one value for all prompts or one value per prompt.
+    Options that jaxgen recognizes but does not support are rejected. Only `from_hf` accepts unsupported options, so
+    that it can read every checkpoint's config; `generate` then rejects them.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -96,7 +96,7 @@ class GenerationConfig(GenerationOptions):
         TypeError: a value has the wrong type.
     """
 
-    # None until it is set. `model_of` checks configs that callers pass, so all other code can assume a `ModelConfig`.
+    # `model` is None until it is set. `model_of` checks configs from callers, so other code can assume a `ModelConfig`.
     model: ModelConfig = None  # pyright: ignore[reportAssignmentType]
 
     from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
@@ -131,7 +131,7 @@ class GenerationConfig(GenerationOptions):
         """Return a copy with new values for some fields.
 
         Raises:
-            ConfigError: a field is unknown (the message suggests the nearest one), or a value is not allowed.
+            ConfigError: a field is unknown (the message suggests a similar name), or a value is not allowed.
         """
         _refuse_unknown(fields)
         config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
@@ -144,8 +144,8 @@ class GenerationConfig(GenerationOptions):
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Split into a config that all prompts share, and the values of the enabled per-prompt options, by name.
 
-        Each value is a pytree of arrays, with one entry for all prompts or one for each. In the config, `IN_REQUEST`
-        replaces these values, so that the options remain on.
+        Each value is a pytree of arrays, which apply to all prompts or have one entry per prompt. In the config,
+        `IN_REQUEST` replaces these values, so that the options remain on.
         """
         values = {
             name: leaf
@@ -155,11 +155,11 @@ class GenerationConfig(GenerationOptions):
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
     def in_requests(self, names: Collection[str]) -> GenerationConfig:
-        """Return an unchecked copy in which these options are on and their values are in the requests."""
+        """Return an unchecked copy in which the options in `names` are on and their values are in the requests."""
         return self._changed(dict.fromkeys(names, IN_REQUEST) | {"enabled": self.enabled.union(names)})
 
     def reset(self, names: Collection[str]) -> GenerationConfig:
-        """Return an unchecked copy in which these options have their neutral values."""
+        """Return an unchecked copy in which the options in `names` have their neutral values."""
         return self._changed(
             {name: OPTIONS[name].kind.neutral for name in names} | {"enabled": self.enabled.difference(names)}
         )
@@ -175,8 +175,8 @@ class GenerationConfig(GenerationOptions):
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
-        Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have such
-        ids; everywhere else, they are rejected. Values that the decode mode does not read cause a warning only if
+        `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. Everywhere
+        else, ids outside the vocabulary are rejected. Values that the decode mode does not read cause a warning only if
         `replace` sets them.
 
         Raises:
@@ -190,7 +190,7 @@ class GenerationConfig(GenerationOptions):
         return result
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the options of transformers that are not at their defaults, as a dict for a generation_config.json.
+        """Return the transformers options that differ from their defaults, as a dict for a generation_config.json.
 
         `constraints` become part of `force_words_ids`, which has the same meaning.
 
@@ -207,7 +207,7 @@ class GenerationConfig(GenerationOptions):
             both_off = option.kind.is_off(value) and option.kind.is_off(option.default)
             if option.since != "jaxgen" and value != option.default and not (option.kind.traced and both_off):
                 fields[name] = thawed(value)
-        if "constraints" in fields:  # objects, which JSON cannot store
+        if "constraints" in fields:  # constraints are objects, which JSON cannot store
             words = as_forced_words(fields.pop("constraints"))
             fields["force_words_ids"] = [*words, *fields.get("force_words_ids", [])]
         return fields
@@ -235,7 +235,7 @@ class GenerationConfig(GenerationOptions):
         """The decode mode: transformers' `GenerationMode`, chosen as in `get_generation_mode`, or "prompt_lookup".
 
         Raises:
-            ConfigError: options that choose different modes are combined.
+            ConfigError: two options select different modes.
         """
         if self.constrained:
             mode = CONSTRAINED

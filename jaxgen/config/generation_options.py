@@ -2,9 +2,9 @@
 
 The options for length and for choosing tokens are in sampling_options.py; all others are here.
 
-Records that have a `stage` are logits processors and warpers; within a stage, they run in the order listed, which is
-transformers' order. CONTRIBUTING.md shows how to add an option. kinds.py parses and checks the values, reference.py
-writes docs/options.md, and cli/options.py creates the command's flags.
+Options that have a `stage` are logits processors or warpers. Within a stage, they run in the order listed here, as in
+transformers. CONTRIBUTING.md shows how to add an option. kinds.py parses and checks the values, reference.py writes
+docs/options.md, and cli/options.py creates the command's flags.
 
 This module does not import jax.
 """
@@ -402,7 +402,7 @@ class GenerationOptions(SamplingOptions):
         differs="each row chooses its own layer",
         command=True,
     )
-    # Refused by name
+    # Options that are refused
     assistant_lookbehind: int | None = _refused(
         since="later", refused="is for an assistant with a different tokenizer, which is not offered: leave it out"
     )

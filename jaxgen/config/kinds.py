@@ -49,7 +49,7 @@ class Kind:
     def parse(self, name: str, value: Any) -> Any:
         """Return the normal form of a value, with Python numbers where possible; equal values have equal forms.
 
-        `Option.parse` handles None where it means the default.
+        If None means the default, `Option.parse` handles it.
 
         Raises:
             ConfigError: the value is not allowed.
@@ -59,7 +59,7 @@ class Kind:
 
     @property
     def allowed(self) -> str:
-        """The allowed values, in words; empty if the type already describes them."""
+        """A description of the allowed values; empty if the type already describes them."""
         return ""
 
     def is_off(self, value: Any) -> bool:
@@ -67,15 +67,15 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return a value in normal form as the program's arrays; None if it is static. The option must be on."""
+        """Convert a value in normal form to the program's arrays, or to None if it is static. The option must be on."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
-        """Return the number of prompts if each has its own value; None if one value serves all."""
+        """Return the number of prompts if each prompt has its own value, or None if one value serves all prompts."""
         return None
 
     def tokens(self, value: Any) -> list[int]:
-        """Return all token ids in a value; an empty list for a traced value, whose ids are unknown."""
+        """Return all token ids in a value, or an empty list for a traced value, whose ids are unknown."""
         return []
 
     def per_prompt_value(self, values: Iterable[Any]) -> Any:
@@ -198,7 +198,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or list of strings for all prompts, or a list with one entry per prompt: a list of strings, or None."""
+    """A string or list of strings for all prompts, or a list that has a list of strings or None for each prompt."""
 
     type_name = "str or list"
     per_prompt = True
@@ -221,7 +221,7 @@ class Text(Static):
         return len(value) if isinstance(value, tuple) and not all(isinstance(x, str) for x in value) else None
 
     def sets(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with each prompt's strings or None, or with one entry if all prompts share the strings."""
+        """Return a tuple with one entry per prompt (strings or None), or with a single entry for all prompts."""
         if self.prompt_count(value) is not None:
             return value
         return ((value,) if isinstance(value, str) else value,)
@@ -243,7 +243,7 @@ class Flags(Flag):
             return bool(value)
         try:
             array: Any = value if is_tracer(value) else np.asarray(value)
-        except ValueError:  # nested unevenly, or too deeply
+        except ValueError:  # the value is nested unevenly, or too deeply
             array = np.asarray(None)
         if array.dtype != bool or array.ndim != 1:
             raise TypeError(f"{name} must be True or False, or a list of one per prompt, got {shown(value)}")
@@ -301,7 +301,7 @@ class Real(Kind):
             raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
         must_be_whole = self.array_dtype is not np.float32
         whole = isinstance(value, int) or np.issubdtype(array.dtype, np.integer)
-        real = "float" in array.dtype.name  # also bfloat16, which numpy does not classify as a floating-point type
+        real = "float" in array.dtype.name  # includes bfloat16, which numpy does not classify as a floating-point type
         if not whole and (must_be_whole or not real):
             kind = "a whole number" if must_be_whole else "a number"
             raise TypeError(f"{name} must be {kind}, got {value!r}")

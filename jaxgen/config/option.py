@@ -11,7 +11,7 @@ from typing import Any
 from jaxgen.config.kinds import Kind
 from jaxgen.config.values import is_array, is_tracer
 
-# Decode modes, by the names of transformers' GenerationMode.
+# Decode modes, with the names that transformers' GenerationMode uses.
 GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
 BEAM, BEAM_SAMPLE = "beam_search", "beam_sample"
 GROUP_BEAM, CONSTRAINED = "group_beam_search", "constrained_beam_search"
@@ -19,9 +19,9 @@ ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 
-# Stages of the processors, in the order in which they run: GUIDANCE in `decoding.guidance`, the others in
-# `logits.pipeline`. The token automaton or prefix function runs between BEFORE_GRAMMAR and AFTER_GRAMMAR, and the
-# caller's own processors run after AFTER_GRAMMAR.
+# Stages of the processors, in the order in which they run. GUIDANCE runs in `decoding.guidance`, and the other stages
+# run in `logits.pipeline`. The token automaton or prefix function runs between BEFORE_GRAMMAR and AFTER_GRAMMAR, and
+# the caller's own processors run after AFTER_GRAMMAR.
 GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
 RENORMALIZE, WARP = "renormalize", "warp"
 
@@ -42,14 +42,14 @@ class Option:
         doc: the option's effect, in one line.
         group: the section of the option reference.
         hf: the class in transformers 4.41.1 that implements the option.
-        since: the release that added the option, or "later"; "" for options of 4.41.1, and "jaxgen" for jaxgen's own.
+        since: the release that added the option, or "later"; "" for options in 4.41.1; "jaxgen" if only jaxgen has it.
         differs: differences from transformers.
         modes: the decode modes that read the option; None for all. Modes that draw tokens also read `sample`'s options.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
         of_tokens: True if the option depends on the prompt's tokens, so that a cache must include token ids.
         host: True if the option is used on the host, not by the compiled loop.
-        command: True, or an addition to the option's help text, if the command offers the option.
+        command: True or a string if the command offers the option; a string is appended to the option's help text.
         instead_of: the alternative limit, which is cleared when this option is set on the command line.
         refused: the error text for a value that is not in `offered`, with the reason and a remedy.
         offered: for an option with `refused`, the values accepted in addition to the default.
@@ -93,6 +93,6 @@ class Option:
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record. `default` defaults to the kind's neutral value."""
+    """Declare a field of `GenerationOptions` by its record. If omitted, `default` is the kind's neutral value."""
     default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

@@ -61,7 +61,7 @@ def _default(option: Option) -> str:
 
 
 def _transformers(option: Option) -> str:
-    """Return transformers' class, the release if it is not 4.41.1, and the differences."""
+    """Return the option's class in transformers, its release if it is not 4.41.1, and the differences."""
     since = {"": "", "jaxgen": "jaxgen's own", "later": "a later release"}.get(option.since, f"release {option.since}")
     return "; ".join(part for part in (option.hf and f"`{option.hf}`", since, option.differs) if part)
 

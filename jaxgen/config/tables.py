@@ -58,7 +58,7 @@ def traced_table(name: str, value: Any, *ranks: int) -> Any:
 
 
 class _Table(Kind):
-    """Token ids: Python numbers for all prompts, or an array with one table of `rank` axes per prompt."""
+    """Token ids: Python numbers for all prompts, or an array with one table per prompt. A table has `rank` axes."""
 
     traced = per_prompt = True
     rank: int
@@ -81,7 +81,7 @@ class _Table(Kind):
 
 
 class TokenIds(_Table):
-    """One id, a list of ids, or a list of such lists, one per prompt. The leaf is int32[E] or int32[B, E]."""
+    """One id, a list of ids, or one list of ids per prompt. The leaf is int32[E] or int32[B, E]."""
 
     rank = ranks = 1
     type_name = "id or ids"
@@ -161,7 +161,7 @@ class PlacedTokens(TokenSequences):
     type_name = "lists of [position, id]"
 
     def tokens(self, value: Any) -> list[int]:
-        return super().tokens(value)[1::2]  # without the positions
+        return super().tokens(value)[1::2]  # the ids, without the positions
 
 
 def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
@@ -174,7 +174,7 @@ def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 
 
 class SequenceBias(_Table):
-    """A bias per sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list of such dicts, one per prompt.
+    """A bias for each sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list with one such dict per prompt.
 
     The leaf is `(int32[S, W], float32[S])`, both with a leading axis B if there is one dict per prompt.
     """

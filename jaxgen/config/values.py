@@ -1,6 +1,6 @@
-"""Values of options: detection of arrays, and conversion to hashable and JSON forms.
+"""Functions that recognize arrays among option values, and convert the values to hashable or JSON-compatible forms.
 
-This module does not import jax. It recognizes jax's arrays and tracers only if jax is already loaded.
+This module does not import jax. Arrays and tracers of jax are recognized only if jax is already loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WatermarkingConfig: the parameters of a watermark. `jaxgen.logits.watermark` applies it."""
+"""WatermarkingConfig: the parameters of a watermark. `jaxgen.logits.watermark` applies the watermark."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WatermarkingConfig:
         hashing_key: the secret key, from 0 to 2**32 - 1.
         seeding_scheme: whether a token is green depends on the previous token ("lefthash"), or on the previous
             `context_width - 1` tokens ("selfhash").
-        context_width: rows with fewer tokens than this are not marked.
+        context_width: the number of tokens that a row must have before it is marked.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -63,7 +63,7 @@ class WatermarkingConfig:
         """Read a dict that has the same fields as transformers' class.
 
         Raises:
-            ConfigError: a field is unknown (the message suggests the nearest one), or a value is not allowed.
+            ConfigError: a field is unknown (the message suggests a similar name), or a value is not allowed.
         """
         for name in config:
             if name not in _KINDS:

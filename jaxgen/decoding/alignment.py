@@ -44,6 +44,6 @@ class Tokens:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def after(self, other: Tokens) -> Tokens:
-        """Return the tokens of `other`, then the tokens of `self`. Either both have embeddings, or neither does."""
+        """Return the tokens of `other`, then the tokens of `self`. Embeddings must be present in both or in neither."""
         both = jax.tree.map(lambda x, y: jnp.concatenate([x.astype(y.dtype), y], axis=1), other, self)
         return Tokens.align(both.ids, both.mask, both.embeds)

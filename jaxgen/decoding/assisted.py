@@ -1,12 +1,12 @@
 """Assisted generation (speculative decoding): transformers' `GenerationMixin._assisted_decoding`, for any batch size.
 
 A cheap drafter proposes the next tokens of each row (`drafting`), and the model reads all of them in one pass. Each row
-then chooses its tokens exactly as it would without a draft. It accepts drafted tokens until one of them differs from
-its own choice.
+then chooses its tokens exactly as it would without a draft. A row accepts drafted tokens until one of them differs from
+the row's own choice.
 
-The result is therefore the same as that of greedy search or sampling with the same key, but takes fewer passes. The
+The result is therefore the same as in greedy search, or in sampling with the same key, but takes fewer passes. The
 drafter and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts
-drafted tokens at random. This preserves the distribution of the texts, but not the texts themselves.
+drafted tokens at random, which preserves the distribution of the texts but not the texts themselves.
 """
 
 from __future__ import annotations

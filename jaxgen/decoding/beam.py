@@ -1,9 +1,9 @@
-"""Beam search and beam sampling: transformers' `GenerationMixin._beam_search` and `BeamSearchScorer`.
+"""Beam search and beam sampling, as in transformers' `GenerationMixin._beam_search` and `BeamSearchScorer`.
 
 A search has k running beams, in consecutive rows, and a list of its k best hypotheses, which are beams that have ended.
 In each step, the best continuations of the running beams become the candidates, best first. A candidate that ends
-becomes a hypothesis if it is among the first k. The first k candidates that do not end become the next running beams.
-A prompt has one search, or one per group in diverse beam search (`group_beam`).
+becomes a hypothesis if it is among the first k candidates. The first k candidates that do not end become the next
+running beams. A prompt has one search, or one per group in diverse beam search (`group_beam`).
 
 The rows of a prompt share cache slots, so reordering beams does not move keys or values.
 """
@@ -37,7 +37,7 @@ from jaxgen.shapes import repeat_rows, take
 
 @flax.struct.dataclass
 class Hypotheses:
-    """The best ended beams of each search, best first. Some of the k entries may be empty.
+    """For each search, the best beams that have ended, best first. Some of the k entries may be empty.
 
     Attributes:
         scores: float32[S, k], with the length penalty; -inf for an empty entry.
@@ -58,7 +58,7 @@ class Beams:
         scores: float32[S, k], the sum of the scores of each running beam's tokens.
         rows: S*k rows, without per-step records.
         origins: int32[S*k, N], for each generated token, the beam that it extended, as an index within the search.
-        hypotheses: the best ended beams.
+        hypotheses: the best beams that have ended.
         complete: bool[S], True if the hypotheses are final.
     """
 
@@ -174,12 +174,12 @@ class BeamSearch(Mode):
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
-        """Choose the next beams from `log_probs float32[rows, V]`, the log-probabilities before any processors.
+        """Choose the next beams from `log_probs float32[rows, V]`, the log-probabilities before any processors run.
 
         `logits float32[rows, V]` are the model's logits. `keys` is key[B], or None if nothing is sampled.
 
         Returns:
-            The next beams, the row that each continues (int32[rows]), and the scores to record (float32[rows, V]).
+            The next beams, the row that each beam continues (int32[rows]), and the scores to record (float32[rows, V]).
         """
         scores = process(run, beams.rows, log_probs)
         beams, parents = choose_beams(run, beams, logits, scores, keys)
@@ -250,9 +250,10 @@ class Step:
         return cls(run, beams, logits, scores, totals, live, failed)
 
     def candidates(self, keys: jax.Array | None) -> Continuations:
-        """Return the best continuations of each search, best first. With `keys key[S]`, continuations are drawn.
+        """Return the best continuations of each search, best first. With `keys key[S]`, the continuations are sampled.
 
-        At least k continuations do not end with an eos id. In a finished search, each row continues itself.
+        At least k continuations do not end with an eos id. In a finished search, the parents of the first k
+        continuations are the search's own k rows, in order.
         """
         run, rows, (searches, count, vocab) = self.run, self.beams.rows, self.totals.shape
         options = RowOptions(run.cfg, rows.options)
@@ -272,7 +273,7 @@ class Step:
         return Continuations(totals, parents, index % vocab)
 
     def best(self, continuations: Continuations) -> jax.Array:
-        """Return the indices of the k best continuations, int32[S, k], best first. Finished searches use 0 to k - 1."""
+        """Return the indices of the k best continuations, int32[S, k], best first; in a finished search, 0 to k - 1."""
         count = self.totals.shape[1]
         places = lax.top_k(continuations.totals, count)[1]
         return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
@@ -285,7 +286,7 @@ class Step:
         return rows.append(self.run, continuations.tokens.reshape(-1), added, scores)
 
     def ended(self, rows: Rows) -> jax.Array:
-        """Return which continuations, given as S * n rows, ended for a reason other than LENGTH, as bool[S, n]."""
+        """Return bool[S, n], True if a continuation in `rows` (S * n rows) ended for a reason other than LENGTH."""
         ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
         return self.live[:, None] & ended.reshape(self.live.size, -1)
 
@@ -293,7 +294,7 @@ class Step:
         """Return the next beams, and the row that each of them continues, int32[rows].
 
         Args:
-            results: k ended beams of each search. Beams with a total of -inf do not count.
+            results: k beams of each search that have ended. Beams with a total of -inf do not count.
             running: k beams of each search that have not ended.
             best: float32[S], the best total of all continuations.
         """
@@ -301,8 +302,8 @@ class Step:
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation may itself be a result, and `_is_complete` compares its score with those of the results.
-        # One division computes all these scores, because XLA could round two divisions differently.
+        # The best continuation may itself be a result, and `_is_complete` compares its score with the results' scores.
+        # A single division computes all scores, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
@@ -353,7 +354,7 @@ def choose_beams(
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
-    """Return True for searches whose hypotheses are final, as bool[S]; see `BeamHypotheses.is_done`.
+    """Return bool[S], True for searches whose hypotheses are final; see `BeamHypotheses.is_done`.
 
     `kept float32[S, k]` are the scores of the hypotheses, best first. `best float32[S]` is the score of the best
     candidate without the length penalty, and `attained float32[S]` is the same score with the length penalty.
@@ -391,7 +392,7 @@ def _ended(rows: Rows) -> Rows:
 def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
     """Merge pools, and return the `count` best entries of each group, best first. In a tie, the first entry wins.
 
-    A pool is a pair `(scores, tree)`: float32[groups, n], and a tree of arrays `[groups * n, ...]`.
+    A pool is a pair `(scores, tree)`. The scores are float32[groups, n], and the tree's arrays are `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)

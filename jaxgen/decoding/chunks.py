@@ -55,7 +55,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
         run: the constants; every option that a prompt may use must be on.
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
-        key_impl: the implementation of the random keys, as for the `impl` of `jax.random.key`.
+        key_impl: the implementation of the random keys, as in the `impl` argument of `jax.random.key`.
         places: the maximum number of waiting prompts.
         entries: the capacity of the journal, in entries per slot.
         stored: the capacity of the prefix store, in chunks; 0 for no store.
@@ -69,13 +69,13 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
-    """Apply the arrivals, then take `steps int32[]` steps, or fewer if nothing is left to do or the journal is full.
+    """Apply the arrivals, then take up to `steps int32[]` steps; stop early if nothing is left or the journal is full.
 
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and the array int32[E + 1, C], whose first row contains the number of journal entries, the number of
-        waiting prompts, and the total number of steps so far; the journal entries follow.
+        The state, and an array int32[E + 1, C]. The array's first row contains the number of journal entries, the
+        number of waiting prompts, and the total number of steps so far. The journal entries follow in the other rows.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     journal = dataclasses.replace(state.results, count=jnp.zeros((), jnp.int32))
@@ -92,14 +92,14 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
 
 
 def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str, **sizes: int):
-    """Run a chunk from the initial state; `sizes` are those of `open_queue`.
+    """Run a chunk from the initial state; `sizes` are the last three arguments of `open_queue`.
 
-    On a mesh, this divides the initial state in the same way as the returned state. If `open_queue` ran as a separate
+    On a mesh, the initial state is divided in the same way as the returned state. If `open_queue` ran as a separate
     program, every device would store the whole initial state.
     """
     state = open_queue(run, arrivals, mode, key_impl, **sizes)
-    # Without this, the next chunk would be compiled for a step count that is not on the mesh, and the chunk after that
-    # would have to be compiled again.
+    # Put the step count on the mesh. Otherwise, the next chunk would be compiled for a step count that is not on the
+    # mesh, and the chunk after it would have to be compiled again.
     state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
     return run_chunk(run, state, arrivals, steps, mode, key_impl)
 
@@ -114,7 +114,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
     """Append the new prompts to the queue."""
     queue, given = state.queue, arrivals.number != NOBODY
     order = jnp.arange(given.size, dtype=jnp.int32)
-    # Unused entries get distinct places past the end, because the scatter promises unique indices.
+    # Unused entries get distinct places past the end, because the scatter requires unique indices.
     place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
     request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
 

@@ -1,4 +1,4 @@
-"""Beam search under constraints: transformers' `_constrained_beam_search` and `ConstrainedBeamSearchScorer`.
+"""Beam search under constraints, as in transformers' `_constrained_beam_search` and `ConstrainedBeamSearchScorer`.
 
 In addition to the best continuations, each beam proposes the tokens that make progress on the constraints, even if
 they are unlikely. Continuations with equal progress form a bank. The next beams are the best of each bank, then the
@@ -46,7 +46,7 @@ class ConstrainedBeamSearch(BeamSearch):
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
         searches, number = candidates.tokens.shape
         open_places = step.best(candidates.only(~ended[:, :number]))
-        # As in transformers, a candidate that ends becomes a result only if it is among the first k.
+        # As in transformers, a candidate that ends becomes a result only if it is among the first k candidates.
         first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
         with jax.named_scope("constrain"):
             known = jnp.concatenate([first[:, :count], open_places], axis=1)
@@ -85,9 +85,10 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
-    """Return which proposals differ from every `known` continuation in token or text, as bool[S, E].
+    """Return bool[S, E], True for proposals that differ from every `known` continuation in their token or text.
 
-    Several beams may have the same text; initially, all beams do. Only the proposals of the first of these beams count.
+    Several beams may have the same text; initially, all beams do. Among beams with the same text, only the
+    proposals of the first beam count.
     """
     history, (searches, count, _) = step.beams.rows.history, step.totals.shape
     text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
@@ -121,7 +122,7 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
-    # Very low scores can mix the banks in this order. As in transformers, a new bank begins wherever `banks` changes.
+    # Very low scores can mix the sorted banks. As in transformers, a new bank begins wherever `banks` changes.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

@@ -1,9 +1,9 @@
-"""Progress of rows through the constraints of beam search: transformers' `ConstraintListState`.
+"""Progress of rows through the constraints of beam search, as in transformers' `ConstraintListState`.
 
 A constraint has one or more alternatives, and no alternative is a prefix of another. The tokens of a row, including its
-prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending constraint puts
-this constraint in progress. If the next token does not continue any of the constraint's alternatives, the constraint
-goes back to the end of the queue of pending constraints. The same token cannot begin another constraint.
+prompt, meet constraints one at a time, so at most one constraint is in progress. A pending constraint is in progress
+once a token begins it. If the next token does not continue any of the constraint's alternatives, the constraint goes
+back to the end of the queue of pending constraints. A token that interrupts one constraint cannot begin another.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ConstraintAutomaton:
         return lax.while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
 
     def push(self, state: ConstraintState, tokens: jax.Array, live: jax.Array) -> ConstraintState:
-        """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the others unchanged."""
+        """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the other rows unchanged."""
         busy = state.current >= 0
         continues = self._following(state, state.alternative, state.matched) == tokens[:, None]  # [rows, A]
         begins = (self.ids[None, :, :, 0] == tokens[:, None, None]) & (state.queue >= 0)[:, :, None]  # [rows, C, A]
@@ -119,9 +119,9 @@ class ConstraintAutomaton:
         return self._banks(state.met, jnp.where(state.current >= 0, self._progress(state.current, state.matched), 0))
 
     def proposals(self, state: ConstraintState) -> jax.Array:
-        """Return the tokens that make progress, int32[rows, C, A]; -1 for none.
+        """Return the tokens that make progress, int32[rows, C, A], with -1 where there is none.
 
-        These tokens continue the constraint in progress. If no constraint is in progress, they begin a pending one.
+        The tokens continue the constraint in progress or, if there is none, begin a pending constraint.
         """
         busy = (state.current >= 0)[:, None, None]
         current = (jnp.arange(self.ids.shape[0])[None, :] == state.current[:, None])[:, :, None]
@@ -133,7 +133,7 @@ class ConstraintAutomaton:
         """Return the banks, int32[rows, C, A], by which proposals are sorted.
 
         In transformers, all copies of a constraint in progress share one list of matched tokens. A row's proposals
-        are therefore added to this list in turn. A proposal that does not continue the list makes no progress.
+        are therefore added to the shared list in turn. A proposal that does not continue the list makes no progress.
 
         Args:
             state: the state of the rows before the proposals.
@@ -172,7 +172,8 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        An alternative that differs from `alternative int32[rows]` in its first `matched int32[rows]` tokens has none.
+        An alternative has no next token if its first `matched int32[rows]` tokens differ from those of
+        `alternative int32[rows]`.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]
@@ -182,7 +183,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return the longest constraint's length minus the rest of `constraint`'s longest alternative, int32[rows]."""
+        """Return int32[rows], the longest constraint's length minus the rest of `constraint`'s longest alternative."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

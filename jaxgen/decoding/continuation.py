@@ -19,9 +19,9 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values. On a mesh, there may be more than B rows; rows after the first B are padding.
-        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for tokens given as embeddings; None if
-            the ids are not known, as for a cache filled by `CausalLM`.
+        kv: keys and values. On a mesh, any rows after the first B are padding.
+        tokens: int32[B, W], the ids of each row's tokens in order. Tokens given as embeddings have the id `UNKNOWN`.
+            None if the ids are not known, as in a cache filled by `CausalLM`.
         count: int32[B], the number of tokens in each row. `kv` contains one token fewer if the model has not yet
             read the last generated token.
     """
@@ -63,8 +63,8 @@ class Continuation:
     def crop(self, length: jax.Array | int) -> Continuation:
         """Return a copy with at most the first `length` tokens of each row. `length` is int32[] or int32[B].
 
-        A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` removes the
-        last five tokens, and the next run continues from there.
+        A negative length removes tokens from the end, as in transformers. For example, `cache.crop(-5)` removes the
+        last five tokens, and the next run continues after the remaining tokens.
 
         Raises:
             InputError: `length` is neither an integer nor one integer per row.
@@ -75,7 +75,7 @@ class Continuation:
         return dataclasses.replace(self, kv=kv.crop(kept), count=kept)
 
     def reorder(self, rows: jax.Array) -> Continuation:
-        """Return a copy in which row i is the old row `rows[i]`. `rows` is int32[n], and may repeat or omit rows.
+        """Return a copy in which row i is the old row `rows[i]`. `rows`, int32[n], may repeat or omit indices.
 
         Raises:
             InputError: `rows` is not a list of row indices.
@@ -87,7 +87,7 @@ class Continuation:
     def expand(self, copies: int) -> Continuation:
         """Return a copy with each row repeated `copies` times, like `repeat_interleave`.
 
-        `generate` does not need this, because prompts can share a row without copying it.
+        `generate` does not need expanded rows, because several prompts can share one row.
 
         Raises:
             InputError: `copies` is not a positive integer.

@@ -1,8 +1,8 @@
-"""Contrastive search (arXiv 2202.06417): transformers' `GenerationMixin._contrastive_search`.
+"""Contrastive search (arXiv 2202.06417), as in transformers' `GenerationMixin._contrastive_search`.
 
 In each step, the model reads the candidates of each row: its k most likely next tokens. The row continues with a
-candidate that is likely and whose hidden state differs from the states of earlier tokens in the row. The model has
-therefore already read every chosen token, including the last one.
+candidate that is likely and whose hidden state differs from the states of earlier tokens in the row. Because
+the model reads all candidates, it has already read every chosen token, including the last one.
 
 The candidate rows of a prompt share their cache slots, so choosing a candidate does not move any keys or values.
 """
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Require as many candidates as the largest `top_k`. This number sets array sizes, so it cannot be traced."""
+        """Set the number of candidates to the largest `top_k`, which cannot be traced because it sets array sizes."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -105,7 +105,7 @@ class ContrastiveSearch(Mode):
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
             chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely candidate wins
 
-        # int32[rows], the index of each chosen candidate's row
+        # the row index of each chosen candidate, int32[rows]
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
         token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, directions))
         context = put(state.context, jnp.where(live, length, width), direction)
@@ -133,7 +133,7 @@ class ContrastiveSearch(Mode):
 def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the candidates of each row, most likely first: tokens int32[rows, k] and probabilities float32[rows, k].
 
-    The third value is bool[rows, k], False for tokens that are banned or beyond the row's own `top_k`.
+    The third value, bool[rows, k], is False for tokens that are banned or beyond the row's own `top_k`.
     """
     count = run.needs.candidates
     with jax.named_scope("candidates"):
@@ -153,13 +153,13 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(tokens.shape[1])
     flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
     eos = RowOptions(run.cfg, candidates.options).eos(candidates.count)
-    history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read it
+    history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read the history
     inputs = Tokens(flat[:, None], added[:, None])
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
 
 
 def _directions(run: Run, read: Forward) -> jax.Array:
-    """Scale the hidden states of the rows that read the prompt to length 1, float32[rows, T, D]. Zeros stay zeros."""
+    """Return hidden states scaled to length 1, float32[rows, T, D], for rows that read the prompt. Zeros stay zeros."""
     assert read.hidden is not None
     hidden = guidance.conditional_part(run.cfg, read.hidden).astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))

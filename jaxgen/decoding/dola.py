@@ -1,7 +1,7 @@
 """DoLa (arXiv 2309.03883) subtracts the log-probabilities of an earlier layer from those of the last layer.
 
-This follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own layer. The
-hidden states of an earlier layer pass through the head without the final norm.
+The implementation follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own
+layer. The hidden states of an earlier layer pass through the head without the final norm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Dola(Sample):
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
         processed = process(run, rows, scores)
-        # If processors or a grammar ban all tokens that DoLa keeps, use the logits. transformers chooses token 0.
+        # If processors or a grammar ban all tokens that DoLa keeps, use the logits; transformers chooses token 0.
         banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
         processed = lax.cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
@@ -52,10 +52,10 @@ class Dola(Sample):
 
 
 def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
-    """Return the candidate layers that `dola_layers` selects. Layer 0 is the embeddings.
+    """Return the candidate layers that `dola_layers` selects. Layer 0 refers to the embeddings.
 
     Raises:
-        ConfigError: `dola_layers` lists the last layer or a higher number, or there are no candidate layers.
+        ConfigError: `dola_layers` includes the last layer or a higher number, or selects no layers.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
@@ -96,7 +96,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """Subtract from each row's log-probabilities those of the candidate layer that differs most. Ban unlikely tokens.
+    """For each row, subtract the log-probabilities of the candidate layer that differs most, and ban unlikely tokens.
 
     Args:
         mature: float32[rows, V], the model's logits.
@@ -112,7 +112,7 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 
 
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
-    """Return the divergence of each candidate layer's distribution from the last layer's, float32[C, rows].
+    """Return the divergence between the distributions of each candidate layer and the last layer, float32[C, rows].
 
     This is transformers' variant of the Jensen-Shannon divergence: the mean of KL(average, mature) and KL(average,
     premature), where `average` is the mean of the two distributions. Tokens that a hook has banned are not counted.

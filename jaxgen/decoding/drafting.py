@@ -1,7 +1,7 @@
 """Drafts for assisted generation, from a smaller model or from an earlier occurrence of a row's last tokens.
 
-The methods of a `Drafter` are pure functions: they take its state and return the new one. A draft
-never changes the generated text.
+The methods of a `Drafter` are pure functions that take the old state and return the new state. A draft never
+changes the generated text.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, run: Run, rows: Rows, state: Any) -> tuple[Draft, Any]:
-        """Draft the next tokens of each row, leaving at least one token of its budget to the model."""
+        """Draft the next tokens of each row, but leave at least one token of its budget for the model."""
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after each row has accepted `accepted int32[B]` drafted tokens and gained one more token."""
+        """Return the state after each row accepts `accepted int32[B]` drafted tokens and gains one more token."""
         ...
 
 
@@ -59,9 +59,10 @@ def drafter_of(run: Run) -> Drafter:
 
 
 class PromptLookup:
-    """Drafter that copies what follows an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
+    """Drafter that copies tokens from earlier in the row, like transformers' `PromptLookupCandidateGenerator`.
 
-    It finds the longest n-gram that ends the row and also occurs earlier, and copies what follows its first occurrence.
+    It finds the longest n-gram at the end of the row that also occurs earlier. The draft consists of the tokens after
+    the first occurrence.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
@@ -95,7 +96,7 @@ class DraftState:
 class DraftModel:
     """Drafter that uses the model of `run.draft`, like `AssistedCandidateGenerator`.
 
-    It uses the processors, warpers, stopping rules and random numbers of the run.
+    Drafting uses the processors, warpers, stopping rules and random numbers of the run.
     """
 
     def begin(self, run: Run, rows: Rows) -> DraftState:
@@ -117,7 +118,7 @@ class DraftModel:
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry
             read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
-            # The draft model may pad its vocabulary differently.
+            # The draft model's vocabulary may be padded to a different size.
             logits = read.logits[:, 0, : run.model.vocab_size]
             missing = run.model.vocab_size - logits.shape[1]
             logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
@@ -171,7 +172,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return the maximum draft length, int32[B]: the remaining budget - 1, at most `width`; 0 for finished rows."""
+    """Return the maximum draft length, int32[B]: the remaining budget minus 1, up to `width`; 0 for finished rows."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
@@ -184,7 +185,7 @@ def _draft_of(run: Run) -> Run:
 def _width(run: Run) -> int:
     """Return the maximum number of tokens that the draft model may draft."""
     cfg = _draft_of(run).cfg
-    # The heuristic schedule may at most double the number of tokens, which limits the width of a pass.
+    # To limit the width of a pass, the heuristic schedule may at most double the number of tokens.
     growth = 1 if cfg.num_assistant_tokens_schedule == "constant" else 2
     return _within(run, cfg.num_assistant_tokens * growth)
 

@@ -38,7 +38,7 @@ class Extensions:
 
 @jax.tree_util.register_pytree_node_class
 class StaticCallable:
-    """A non-pytree object, wrapped as a pytree without leaves. The object is static, and compared with `==`."""
+    """Wrapper that makes any object a pytree without leaves. The object is static and is compared with `==`."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -99,7 +99,7 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 class HostFunction:
     """`prefix_allowed_tokens_fn`, called on the host in every step for every unfinished row.
 
-    The compiled program receives the function's number as an argument, so a new function causes no recompilation.
+    The compiled program receives the function's number as an argument, so a new function does not cause recompilation.
     """
 
     number: jax.Array | np.ndarray
@@ -119,8 +119,8 @@ class HostCalls:
     """A host function that compiled programs refer to by number.
 
     In an eager call of generate(), an exception in the function is stored in `error` and every row ends. The number is
-    released at the end of the call. Under the caller's jit, the number is part of the program and stays valid, and an
-    exception in the function surfaces as a JAX error.
+    released at the end of the call. Under the caller's jit, the number is part of the program and stays valid. An
+    exception in the function then surfaces as a JAX error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):

@@ -22,7 +22,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis, where
 
-# Computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
+# Function that computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
 
 
@@ -76,8 +76,8 @@ class Forward:
 
     Attributes:
         logits: float32[streams * rows, n, V], at all T positions (n = T) or at each row's last token (n = 1).
-        states: the hidden states at the same positions, L + 1 arrays `[streams * rows, n, D]`, if there is a hook or
-            `Needs.layer_states` is True; otherwise empty.
+        states: L + 1 arrays of hidden states at the same positions, `[streams * rows, n, D]`. Empty unless there is a
+            hook or `Needs.layer_states` is True.
         out: hidden states and attention weights at all T positions, if requested.
         cache: the cache, with the tokens added.
         hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions; None unless
@@ -144,8 +144,8 @@ def observe(
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """Return a column's logits and unprocessed scores, both float32[rows, V], and the rows with the hook's new state.
 
-    The hook is called first and may change the logits. The scores are the logits or the result of `score`, after
-    guidance. The hook's state changes only in the rows where `live bool[rows]` is True.
+    The hook is called first and may change the logits. The scores are the result of `score`, or the logits if `score`
+    is None, after guidance. The hook's state changes only in the rows where `live bool[rows]` is True.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
@@ -204,9 +204,9 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens in one pass, from slot `start` on; return the logits in `column int32[rows]`, or in all columns.
+    """Run all tokens in one pass, starting at slot `start`; return the logits in `column int32[rows]` or all columns.
 
-    Without `start`, each row's tokens are added after those in the cache.
+    Without `start`, each row's new tokens are added after its cached tokens.
     """
     if inputs.mask.shape[1] == 1:
         column = None

@@ -1,4 +1,4 @@
-"""Diverse beam search (arXiv 1610.02424): transformers' `GenerationMixin._group_beam_search`.
+"""Diverse beam search (arXiv 1610.02424), as in transformers' `GenerationMixin._group_beam_search`.
 
 Each prompt has one search per group of beams. In each step, the groups choose their tokens one after the other.
 `diversity_penalty` lowers the scores of tokens that previous groups have chosen in the same step.
@@ -51,6 +51,6 @@ def _of_group(x: jax.Array, prompts: int, groups: int, group: int) -> jax.Array:
 
 
 def _join_groups(prompts: int, *parts: jax.Array) -> jax.Array:
-    """Join the parts of all groups; the inverse of `_of_group`."""
+    """Join the parts of all groups. This is the inverse of `_of_group`."""
     x = jnp.stack([x.reshape(prompts, -1, *x.shape[1:]) for x in parts], axis=1)
     return x.reshape(-1, *x.shape[3:])

@@ -1,7 +1,8 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
-This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked along
-the first axis, and the rows that read the prompt come first. Only these rows are recorded and returned in the cache.
+This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass. The streams are stacked along
+the first axis, and the rows that read the prompt come first. Only the rows that read the prompt are recorded and
+returned in the cache.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> ja
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the cache rows, in all streams, for the row indices `rows int32[m]`. Each stream has `count` rows.
+    """Convert the row indices `rows int32[m]` to indices of cache rows in all streams. Each stream has `count` rows.
 
     An index of `count` or more becomes an index past the end of the cache.
     """

@@ -54,7 +54,7 @@ class StepHook:
     the methods that you need with pure functions. The state can be any pytree of arrays with one entry per row on the
     first axis. These arrays are repeated and reordered along with the rows. The first step has one row per prompt, and
     later steps have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With
-    `slots`, a call covers a few prompts during prefill, one sequence when it enters a slot, and all slots afterwards.
+    `slots`, a hook call covers a few prompts during prefill, one sequence entering a slot, and all slots afterwards.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

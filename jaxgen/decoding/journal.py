@@ -49,7 +49,7 @@ class Journal:
         return self.count + self.rows <= self.entries.shape[0]
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Journal:
-        """Add an entry for each row that gained a token or ended. `before` is None for rows that have just entered."""
+        """Add an entry for each row that gained a token or ended. `before` is None for rows that are new."""
         added, ended = after.history.step > 0, after.history.done
         if before is not None:
             added, ended = after.history.step > before.history.step, ended & ~before.history.done
@@ -66,7 +66,7 @@ class Journal:
             if newest.top_tokens is not None:
                 columns += [*newest.top_tokens.T, *lax.bitcast_convert_type(newest.top_logprobs, jnp.int32).T]
         told = (added | ended) & (sequences.number != NOBODY)
-        # Rows without an entry get distinct indices past the end, because the scatter promises unique indices.
+        # Rows without an entry get distinct indices past the end, because the scatter's indices must be unique.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
         place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
         entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)

@@ -1,6 +1,6 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-No token runs through the model twice. Except in contrastive search, a row's last token is never read.
+No token runs through the model twice. Except in contrastive search, the model never reads a row's last token.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from jaxgen.shapes import repeat_rows, resize_axis
 class Mode(abc.ABC):
     """Base class of decode modes. A mode determines how rows are extended. Each mode has its own file.
 
-    The functions of a mode are pure. Its state is a pytree with an attribute `finished`, bool[], which is True when no
-    row needs another step.
+    The functions of a mode are pure. The state of a mode is a pytree whose attribute `finished`, bool[], is True when
+    no row needs another step.
 
     Attributes:
-        takes_draft: a draft model may be passed, in which case `Assisted` replaces the mode.
-        drafts: the mode reads drafted tokens.
-        replays: `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
-        refills: rows can leave and be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
-        watched: with a streamer or `max_time`, the host reads the tokens after every `watched` steps.
+        takes_draft: True if a draft model may be passed. In this case, `Assisted` replaces the mode.
+        drafts: True if the mode reads drafted tokens.
+        replays: True if `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
+        refills: True if rows can be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
+        watched: the number of steps after which the host reads the tokens, with a streamer or `max_time`.
         no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
@@ -97,7 +97,7 @@ class Prefilled:
 
 @flax.struct.dataclass
 class Progress:
-    """Progress of a run as a streamer sees it.
+    """Progress of a run, for a streamer.
 
     Attributes:
         tokens: int32[rows, N], the tokens generated so far, followed by pad ids.
@@ -125,7 +125,7 @@ class Progress:
 
 @flax.struct.dataclass
 class Decoded:
-    """The result of a run. The rows are the R sequences of prompt 0, then those of prompt 1, and so on.
+    """The result of a run. Each prompt's R sequences are in consecutive rows, in the order of the prompts.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.
@@ -153,7 +153,7 @@ class Decoded:
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
-        """Return the result for `rows`. `cache` contains each row's tokens, except its last token."""
+        """Return the result for `rows`. `cache` contains each row's tokens except the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
@@ -167,7 +167,7 @@ def decode(run: Run, request: Request, mode: Mode) -> Decoded:
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the request's prompts. Every process can read all of it, except for the keys and values."""
+    """Return the result for the request's prompts. Every process can read everything except the keys and values."""
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
@@ -181,7 +181,7 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Drop the rows that pad the batch for the mesh, except from the keys and values."""
+    """Drop the rows that pad the batch for the mesh, but leave the keys and values unchanged."""
     tokens, count = constrain(run.cut((continuation.tokens, continuation.count)), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
 
@@ -197,7 +197,7 @@ def progress(run: Run, state: Any, mode: Mode) -> Progress:
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
-    """Take steps until every row is finished, but at most `steps`."""
+    """Take up to `steps` steps, stopping when every row is finished."""
 
     def unfinished(carry: tuple[jax.Array, Any]) -> jax.Array:
         step, state = carry
@@ -239,7 +239,7 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     if request.cache is not None:
         read, (cache_ids, total) = _after_pending(run, request.cache, prompt), _all_tokens(run, request.cache, prompt)
         known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
-    if known.embeds is not None or request.cache is not None:  # processors do not see embeddings
+    if known.embeds is not None or request.cache is not None:  # embeddings are not passed to processors
         known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))
     rows = Rows.begin(run, request, known, cache_ids, total)
     if run.mesh is not None:

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Requirements of a decode mode under a given config. All of them are static.
+    """Static requirements of a decode mode under a given config.
 
     Attributes:
         sequences: the number of rows in the loop per prompt.

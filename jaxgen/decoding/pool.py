@@ -1,4 +1,4 @@
-"""Prompts on their way into the loop. They are read a few at a time, in chunks, and then wait for a free slot."""
+"""Prompts on their way into the loop. A few prompts at a time are read in chunks, and then wait for a free slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
 _TOKENS = 512  # maximum number of tokens to read between steps, over all prompts
-_CHUNK = 128  # maximum for one prompt; `prefill_chunk_size` overrides it
+_CHUNK = 128  # maximum number of tokens for one prompt; `prefill_chunk_size` overrides it
 
 
 @flax.struct.dataclass
@@ -62,9 +62,9 @@ class Pool:
 
     @classmethod
     def open(cls, run: Run, queue: Queue, most: int, stored: int = 0) -> Pool:
-        """Return an empty pool of at most `most` places for the prompts of a queue.
+        """Return an empty pool with up to `most` places for the prompts of a queue.
 
-        If `stored` is not 0, the pool has a prefix store with space for this number of chunks.
+        If `stored` is not 0, the pool has a prefix store with space for `stored` chunks.
         """
         request = queue.request
         negative = 0 if request.negative_ids is None else request.negative_ids.shape[1]
@@ -136,8 +136,8 @@ class Pool:
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has not been fully read.
 
-        Prompts are read one at a time, so that no time is spent on empty places. A mesh divides the places, so on
-        a mesh, all prompts are read at once.
+        Prompts are read one at a time, so that no time is spent on empty places. On a mesh, the places are
+        divided over the devices, so all prompts are read at once.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -181,7 +181,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at index `place int32[1]`. Taking the last one empties the place."""
+        """Take the next sequence of the prompt at `place int32[1]`. Taking the last sequence empties the place."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))

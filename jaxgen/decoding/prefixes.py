@@ -34,7 +34,7 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Fill an empty cache of R rows with the chunks at the places `have int32[R, J]` of the store."""
+    """Copy the chunks at the places `have int32[R, J]` of the store to an empty cache with R rows."""
     rows, chunks = have.shape
     known = have != NOWHERE
     width = chunks * store.slots
@@ -52,8 +52,8 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Copy chunk `chunk int32[R]` of each cache row to place `keep int32[R]` of the store. Return the store."""
-    # Each dropped chunk gets a different place, because the scatter promises unique indices.
+    """For each cache row, copy chunk `chunk int32[R]` to place `keep int32[R]` of the store. Return the store."""
+    # Each dropped chunk gets a different place, because the scatter's indices must be unique.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 
     def put(stored: jax.Array, x: jax.Array) -> jax.Array:

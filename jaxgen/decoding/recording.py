@@ -36,7 +36,7 @@ class LayerRecording(RowState):
     __repr__ = short_repr
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
-        """Return the record of `new_tokens` new tokens after prompts of `width` columns, with steps on the first axis.
+        """Return the record for `new_tokens` new tokens and prompts of `width` columns, with steps on the first axis.
 
         Columns that pad the prompts to a bucket are removed. For attention weights, `tokens` is the number of generated
         tokens to keep on the last axis; for hidden states, it is None.
@@ -50,22 +50,22 @@ class LayerRecording(RowState):
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
-        """Record `layers [rows, ...]` for the newest of `step int32[rows]` generated tokens, where `live` is True."""
+        """Record `layers [rows, ...]` for the newest of the `step int32[rows]` generated tokens in each live row."""
         decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the index of each prompt column's token among all prefilled tokens, int32[B, P]; -1 for padding.
+    """For each prompt column, return its token's index in all prefilled tokens, or -1 for padding, as int32[B, P].
 
-    A prompt has `length int32[B]` prefilled tokens. The last of them are the tokens in `mask bool[B, P]`.
+    A prompt has `length int32[B]` prefilled tokens. `mask bool[B, P]` marks the columns of the last prefilled tokens.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
 
 
 def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    """Take the entries at `columns int32[rows, P]` along an axis of `x [rows, ...]`; 0 where the index is negative."""
+    """Take the entries of `x [rows, ...]` at `columns int32[rows, P]` along an axis. Negative indices yield 0."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = columns.shape
     columns = columns.reshape(shape)
@@ -74,7 +74,7 @@ def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
 
 @flax.struct.dataclass
 class Recording(RowState):
-    """The records that the config requests; the others are None.
+    """The records that the config requests. All other fields are None.
 
     Attributes:
         scores: float32[rows, N, V], the scores from which each token was chosen; zeros for steps that were not taken.
@@ -113,7 +113,7 @@ class Recording(RowState):
         )
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
-        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]`, where `live` is True."""
+        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]` of rows where `live` is True."""
         return dataclasses.replace(
             self,
             scores=None if self.scores is None else put_step(self.scores, step, live, scores),
@@ -123,7 +123,7 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values in `column` of the output, for the `step`-th generated token of each live row.
+        """Record the layers' values from `column` of the output for the `step`-th generated token of each live row.
 
         Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """

@@ -57,7 +57,7 @@ class Replay:
             tokens: int32[rows, T], the chosen tokens.
             live: bool[rows, T], False after a row's end.
             reduce_column: a function `(scores float32[rows, V], tokens, live) -> pytree` to apply to each column. The
-                arrays of the pytree are `[rows, ...]`.
+                arrays of the pytree have the shape `[rows, ...]`.
 
         Returns:
             The history extended by the tokens, and the results of `reduce_column`, `[rows, T, ...]`.

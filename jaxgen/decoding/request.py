@@ -19,7 +19,7 @@ Array = Any  # np.ndarray while a call is prepared, jax.Array inside a program
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run and their options, checked and, in an eager call, padded to buckets. Everything is traced.
+    """The checked prompts and options of a run. In an eager call, arrays are padded to buckets. All fields are traced.
 
     Attributes:
         ids: int32[B, P], padded on either side; all `UNKNOWN` if only embeddings were given.
@@ -29,9 +29,9 @@ class Request:
         grammar: int32[] or int32[B], the initial state of the token automaton; None without an automaton.
         stop_strings: int32[] or int32[B], the initial state of the stop strings' automaton; None without stop strings.
         unusual: bool[B], True for prompts that need more than the options in `Run.usual`; None without `Run.usual`.
-        logged: bool[B], True for prompts whose log-probabilities are recorded; None if this is the same for all.
+        logged: bool[B], True for prompts whose log-probabilities are recorded; None if all prompts are treated alike.
         key: a single key, `key[B]`, or None for greedy search.
-        cache: a cache of the tokens before the prompts, or None. Its number of rows must divide B.
+        cache: a cache of the tokens before the prompts, or None. B must be a multiple of the number of cache rows.
         embeds: `[B, P, D]`, embeddings that replace the ids as the model's input, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.
@@ -52,7 +52,7 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Return the prompts at the indices `prompts int32[n]` of a complete request whose cache all prompts share."""
+        """Select prompts by index, `prompts int32[n]`, from a complete request in which all prompts share one cache."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 

@@ -21,7 +21,7 @@ class RowState:
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
     def map_sequences(self: State, change: Callable[[jax.Array], jax.Array]) -> State:
-        """Change the arrays of sequences, and leave the arrays of prompts as they are."""
+        """Apply `change` to all arrays except those with one row per prompt."""
         own: Any = self  # a dataclass
         changed = {}
         for field in dataclasses.fields(own):

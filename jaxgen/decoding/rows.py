@@ -1,7 +1,8 @@
 """The state of rows: tokens, options, keys, grammar, stop strings, constraints, hook and records.
 
-Every array has one row per sequence or, if named in `of_prompts`, one row per prompt. Therefore `fork` (turn rows into
-sequences), `select` (reorder rows, as beams do) and `insert` (replace finished rows) are single maps over the arrays.
+Every array has one row per sequence or, if named in `of_prompts`, one row per prompt. `fork` turns rows into sequences,
+`select` reorders rows, as in beam search, and `insert` replaces finished rows. Each of these methods is a single map
+over the arrays.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Rows(RowState):
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], each row's state in the stop strings' automaton; None without stop strings.
         unusual: bool[rows], True for rows that need more than the options in `Run.usual`; None without `Run.usual`.
-        logged: bool[rows], True for rows whose log-probabilities are recorded; None if this is the same for all.
+        logged: bool[rows], True for rows whose log-probabilities are recorded; None if all rows are treated alike.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream (two with guidance).
-        logprobs: `[rows, N, ...]`, of the chosen and of the most likely tokens in each step; None unless requested.
+        logprobs: `[rows, N, ...]`, for the chosen token and the most likely tokens in each step; None unless requested.
         recording: the per-step records of the output.
         cache_ids: int32[B, W], the ids of all tokens before the generated ones, `UNKNOWN` for embeddings; None if the
             ids in the cache are not known.
@@ -74,7 +75,7 @@ class Rows(RowState):
         """Begin one row per prompt. The request must be complete.
 
         `known` contains each prompt's tokens with known ids, including tokens in the cache. `total int32[B]` is the
-        number of all tokens of each prompt, including cached tokens and tokens without known ids.
+        number of tokens in each prompt, including cached tokens and tokens without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
         wrong = (request.ids < 0) | (request.ids >= run.model.vocab_size)
@@ -112,11 +113,11 @@ class Rows(RowState):
 
     @property
     def live(self) -> jax.Array:
-        """bool[rows], the rows that are not finished."""
+        """bool[rows], True for rows that are not finished."""
         return ~self.history.done
 
     def pad(self, run: Run) -> Rows:
-        """Append finished rows, so that there are as many rows as prompts in the loop."""
+        """Append finished rows until there is one row for each prompt in the loop."""
         rows = run.pad(self)
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
@@ -144,11 +145,11 @@ class Rows(RowState):
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[source.count].
 
-        Indices of `count` or more are ignored; the others must be distinct. `source` must have the same form as the
+        Indices of `count` or more are ignored; all others must be distinct. `source` must have the same form as the
         state, apart from its number of rows. The sequences of a prompt share arrays, so they must all be replaced, in
         order, by the sequences of one other prompt.
         """
-        # Each dropped row gets a different index, because the scatter promises unique indices.
+        # Each dropped row gets a different index, because the scatter's indices must be unique.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -193,7 +194,7 @@ class Rows(RowState):
                 grammar, stop_strings, ends = self._read_texts(run, tokens, added)
                 history = dataclasses.replace(history, grammar=grammar)
             ends["LENGTH"] = history.step >= history.budget
-            if "eos_token_id" in self.options:  # int32[rows, E]; entries of -1 match nothing
+            if "eos_token_id" in self.options:  # int32[rows, E]; an entry of -1 matches no token
                 ends["EOS"] = jnp.any(tokens[:, None] == self.options["eos_token_id"], axis=-1)
             for criterion in run.extensions.criteria:
                 met = jnp.asarray(pipeline.call("stopping_criteria", criterion, history, scores))
@@ -209,7 +210,7 @@ class Rows(RowState):
             return rows.end(added, first_reason(**ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the new states of the grammar and stop strings, and for each stop reason, the rows that it ends."""
+        """Return the new states of the grammar and stop strings, and the rows that end for each stop reason."""
         grammar, stop_strings = self.history.grammar, self.stop_strings
 
         def read() -> tuple[Any, Any, dict[str, Any]]:
@@ -219,7 +220,7 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # At least 1, so that with no budget left, a row that could continue ends with LENGTH, not COMPLETE.
+                # With no budget left, use 1, so that a row that could continue ends with LENGTH, not COMPLETE.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:

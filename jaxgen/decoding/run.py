@@ -28,7 +28,7 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: the number of slots for cached tokens and for prompts that do not share cache rows; 0 without a cache.
+        slots: the number of slots for cached tokens and, unless prompts share rows, for prompts; 0 without a cache.
         needs: the requirements of the decode mode.
     """
 
@@ -41,7 +41,7 @@ class Sizes:
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
     """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Sharing requires that the number of prompts is a multiple of `rows`. Padding for a mesh can break this.
+    Sharing requires the number of prompts to be a multiple of `rows`, which padding for a mesh can prevent.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 
@@ -54,14 +54,14 @@ class Run:
         params: the model's parameters.
         cfg: the model's config and the options. The values of per-prompt options are in `Request.options` and
             `Rows.options`.
-        usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step in
-            which no row is unusual applies only these options. With `usual`, the state of the grammar or stop strings
-            is 0 in rows that have none.
+        usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step
+            applies only these options if no row is unusual. With `usual`, the grammar's state is 0 in rows without a
+            grammar, and the same applies to stop strings.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
-        draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only its model and
-            drafting settings are used, because tokens are chosen with the settings of this run.
+        draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only the model and
+            drafting settings of `draft` are used, because tokens are chosen with the settings of the main run.
         mesh: the mesh over which the parameters are divided, or None.
     """
 

@@ -1,4 +1,4 @@
-"""Greedy search and sampling, which choose one token per row and step from the row's scores."""
+"""Greedy search and sampling, which choose one token per row in each step from the row's scores."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Selection:
 
 @flax.struct.dataclass
 class SampleState:
-    """Rows, and the keys and values of each row's tokens, except its last token."""
+    """The rows, and the keys and values of each row's tokens except the last."""
 
     rows: Rows
     cache: KVCache
@@ -54,7 +54,7 @@ class SampleState:
 
 
 class Sample(Mode):
-    """Sampling (`GenerationMixin._sample`), or greedy search (`_greedy_search`) if there is no key."""
+    """Sampling (`GenerationMixin._sample`), or greedy search (`_greedy_search`) if there is no random key."""
 
     takes_draft = replays = refills = True
 
@@ -71,7 +71,7 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of rows that are already sequences, each with its own copy of the prompt's cache."""
+        """Choose the first token of each row. Each row must be a sequence with its own copy of the prompt's cache."""
         rows, read = prefilled.rows, prefilled.read
         # With the prompt and the answer in one array, a step needs fewer but larger matrix products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
@@ -91,7 +91,7 @@ class Sample(Mode):
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run the last token of each row through the model, and choose the next token."""
         rows = state.rows
-        # A finished row reads nothing, so its cache stays unchanged.
+        # The model reads no token of a finished row, so the row's cache stays unchanged.
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
         if run.cfg.records:
@@ -119,7 +119,7 @@ def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
-    """Record the layers' values in `column` of the model's output, for the newest token of each live row.
+    """Record the layers' values from `column` of the model's output for the newest token of each live row.
 
     `offset` is the number of slots in the cache's prefix.
     """
@@ -167,10 +167,10 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token for each row from softmax(scores float32[rows, V]). Return int32[rows].
 
-    `step`, int32[rows] or int32[], is folded into `keys key[rows]`.
+    `step`, int32[rows] or int32[], is folded into the random keys `keys key[rows]`.
 
-    First, a block of tokens is drawn according to its probability, then a token of that block. This does not change the
-    distribution, but needs random numbers only for the blocks and the tokens of one block, not for all tokens.
+    First, a block of tokens is drawn according to its probability, and then a token from that block. The distribution
+    is the same, but random numbers are needed only for the blocks and for the tokens of one block.
     """
     return jax.vmap(_draw_row)(keys, jnp.broadcast_to(step, keys.shape), scores)
 
@@ -198,8 +198,8 @@ def draw_distinct(
         mesh: the mesh over which V is divided, or None.
 
     Returns:
-        Two arrays `[S, most]`, in the order drawn: the float32 scores of the entries, followed by -inf, and the int32
-        indices of the entries into k * V.
+        Two arrays `[S, most]`, in the order drawn. The first contains the float32 scores of the entries, followed by
+        -inf. The second contains the int32 indices of the entries into k * V.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

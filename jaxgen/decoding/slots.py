@@ -1,8 +1,8 @@
 """Continuous batching: decode many sequences in a few slots. When a sequence ends, the next one takes its slot.
 
 A round reads prompts if a slot is free and no prompt is ready, moves sequences into free slots, and takes steps until a
-slot can be filled again. Each of these three parts is a separate loop inside the loop over rounds, because with a
-`lax.cond`, XLA may copy the cache in every round.
+slot can be filled again. Each part of a round is a separate loop inside the loop over rounds. With a `lax.cond`
+instead, XLA may copy the cache in every round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxgen.decoding.run import Run
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import rows_on
 
-_STEPS = 4  # maximum per round, so that a streamer need not wait until a row ends
+_STEPS = 4  # maximum number of steps per round, so that a streamer does not have to wait until a row ends
 
 
 @flax.struct.dataclass
@@ -47,7 +47,7 @@ class Sequences:
 
 @flax.struct.dataclass
 class Answers:
-    """The results of all sequences, in the order of the prompts. They are empty for sequences that have not begun.
+    """The results of all sequences, in the order of the prompts. Sequences that have not begun have empty results.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.
@@ -93,7 +93,7 @@ class Answers:
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
         """Store the results of all sequences except those with the number `NOBODY`."""
         count = self.lengths.shape[0]
-        # Each dropped sequence gets a different index, because the scatter promises unique indices.
+        # Each dropped sequence gets a different index, because the scatter's indices must be unique.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
         place = sequences.number * run.needs.sequences + sequences.copy
         place = jnp.where(sequences.number == NOBODY, dropped, place)
@@ -136,7 +136,7 @@ class ContinuousState:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Wrapper around a mode that lets rows join and leave while it runs. The mode must have `refills` set."""
+    """Wrapper that lets rows join and leave while a mode runs. The mode must have `refills` set."""
 
     mode: Any
     slots: int
@@ -219,7 +219,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, but at least one, so that no row waits while two chunks are read."""
+        """Take one or more steps, until a slot can be filled, so that no row waits while two chunks are read."""
         someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

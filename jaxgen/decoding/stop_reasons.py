@@ -1,7 +1,7 @@
 """The reasons why a row ends.
 
-`Rows.push` in rows.py determines most of them. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and NOT_A_NUMBER,
-request/driver.py adds TIME, and chunks.py adds CANCELLED.
+`Rows.push` in rows.py determines most of the reasons. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and
+NOT_A_NUMBER, request/driver.py adds TIME, and chunks.py adds CANCELLED.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
     If several reasons apply, the one listed first wins, except that NO_TOKEN and NOT_A_NUMBER take precedence. These
-    two and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit, the row
-    ends without another token, and only its stop reason shows the failure.
+    two reasons and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
+    the row ends without another token, and only its stop reason shows the failure.
     """
 
     NONE = 0  # the row is not finished
@@ -42,7 +42,7 @@ FAILURES = {
 
 
 def first_reason(**conditions: jax.Array) -> jax.Array:
-    """Return each row's first reason whose condition (bool[rows]) is True, as int32[rows]; NONE if there is none."""
+    """Return each row's first reason with a True condition (bool[rows]), as int32[rows]; NONE if all are False."""
     reason = jnp.zeros((), jnp.int32)
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)

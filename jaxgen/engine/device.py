@@ -98,11 +98,11 @@ class Device:
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
 
     def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
-        """Create the state, with all slots free; on a mesh, the first chunk creates it."""
+        """Create the state, with all slots free. On a mesh, the first chunk creates the state instead."""
         self._no_arrivals = self._placed(no_arrivals, params)
         if self._mesh is None:
             state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-            # Commit the state, like the states that chunks return. This avoids compiling a second program.
+            # Chunks return committed states. Commit the first state too, so that no second program is compiled.
             self._state = committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
@@ -124,7 +124,7 @@ class Device:
 
 
 def committed(tree: Any, like: Any) -> Any:
-    """Return arrays committed to the device of the arrays in `like`. Arrays already there are not copied."""
+    """Return arrays committed to the device of the arrays in `like`. Arrays already on this device are not copied."""
     leaf = jax.tree.leaves(like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 

@@ -49,20 +49,20 @@ class Engine:
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
-        cfg: the config. Its options apply to prompts that do not set their own. `max_new_tokens` is also the maximum
+        cfg: the config, whose options apply to prompts that do not set their own. `max_new_tokens` is also the maximum
             that a prompt may set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         slots: the number of sequences that are decoded at a time.
         prompt_width: the maximum number of tokens in a prompt.
-        prompt_options: the options that a prompt may set, among those that can have one value per prompt. None allows
-            all. With fewer options, the program compiles faster. Options that `cfg` turns on are always included.
+        prompt_options: the options that a prompt may set; each must allow one value per prompt. None allows all. With
+            fewer options, the program compiles faster. Options that `cfg` turns on are always included.
         tokenizer: the tokenizer for prompts and results as text, and for stop strings.
         most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
         grammar_states, grammar_classes: the numbers of states and token classes in the table of grammars, which all
             prompts in flight share.
         stop_states: the number of states in the table of stop strings. A string needs about one state per byte.
-        stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, it must be
-            entirely in the answer, as in OpenAI's API.
+        stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, a stop string
+            must be entirely in the answer, as in OpenAI's API.
         id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
         prefix_cache_bytes: the size limit of the prefix store. A prompt that starts with the same tokens as an
             earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
@@ -158,13 +158,14 @@ class Engine:
 
         Args:
             prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
-            on_event: called in the engine's thread with each `Event`. It should return quickly. If it raises an
-                exception, the prompt ends, and the handle raises the exception.
+            on_event: called in the engine's thread with each `Event`. The function should return quickly. If it raises
+                an exception, the prompt ends, and the handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
-            **options: more named options: those of `GenerationConfig` that can have one value per prompt,
-                `max_new_tokens`, `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`),
-                `allowed` (a `TokenAutomaton`), `key` (for only this prompt) and `index`. The index identifies the
-                results and is folded into the engine's key. Its default is one more than the largest index so far.
+            **options: more named options. A prompt can set options of `GenerationConfig` that allow one value per
+                prompt, `max_new_tokens`, `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for
+                `num_return_sequences`), `allowed` (a `TokenAutomaton`), `key` (for only this prompt) and `index`. The
+                index identifies the results and is folded into the engine's key. The default index is one more than the
+                largest index so far.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
@@ -182,7 +183,7 @@ class Engine:
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[Event], object] | None, timeout) -> Handle:
-        """Submit a prompt. The engine's thread calls the listener with each event, without its text.
+        """Submit a prompt. The engine's thread passes each event to the listener, without text.
 
         If the prompt fails, the last event has no tokens and no stop reason, and the handle's `failure` is set.
         The other arguments and the errors are as in `submit`.
@@ -229,7 +230,7 @@ class Engine:
 
         Raises:
             EngineClosed: the engine is closed.
-            InputError: this method was called in `on_event`, and would wait for itself.
+            InputError: this method was called in `on_event`, which would cause a deadlock.
         """
         self._refuse_own_thread("pause")
         with self._changed:
@@ -262,7 +263,7 @@ class Engine:
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params differ in form from those of the engine: create a new engine for them")
-        # Shard the new weights like the present ones. This avoids compiling a second program.
+        # Shard the new weights like the present weights, so that no second program is compiled.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
@@ -297,7 +298,7 @@ class Engine:
     def close(self, drain: bool = True) -> None:
         """Stop accepting prompts, and return once all submitted prompts have been answered.
 
-        With `drain=False`, these prompts are dropped, and their handles raise `EngineClosed`.
+        With `drain=False`, unanswered prompts are dropped, and their handles raise `EngineClosed`.
         """
         with self._changed:
             self._is_open = self._paused = self._schedule.holds = False
@@ -361,7 +362,7 @@ class Engine:
             self._processes.send_nothing(Step.FAIL)
 
     def _lead(self) -> None:
-        """Run chunks while there is something to do. Each chunk starts before the previous one's results are read."""
+        """Run chunks while there is something to do. Each chunk starts before the previous chunk's results are read."""
         running: tuple[jax.Array, int, float] | None = None
         while running is not None or self._can_start or self._is_open:
             with self._changed:

@@ -42,8 +42,8 @@ def generate_many(
 
     Args:
         params: the parameters.
-        prompts: the prompts, each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer), plus named
-            options, as for `Engine.submit`. The default of `index` is the prompt's position in the iterable.
+        prompts: the prompts. Each prompt is a list of ids, or a dict with `ids` or `text` and named options, as for
+            `Engine.submit`. Text needs a tokenizer. By default, `index` is the prompt's position in the iterable.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
@@ -69,7 +69,7 @@ def generate_many(
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
     """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
 
-    At most `most` prompts are in the engine at a time. The engine must accept that many prompts.
+    At most `most` prompts are in the engine at a time. The engine must accept `most` prompts.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}

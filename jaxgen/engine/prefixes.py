@@ -1,4 +1,4 @@
-"""The index of the prefix store. It tracks which chunks of prompts are stored, and in which places."""
+"""Index of the prefix store, with the place of each stored chunk of a prompt."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Claim:
 class Prefixes:
     """An index of the chunks in a store with a fixed number of places. The least recently used chunks are evicted.
 
-    Prompts are loaded onto the device in the order in which they `enter`. A place can therefore be reassigned while
-    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after these copies.
+    Prompts are loaded onto the device in the order of calls to `enter`. A place can therefore be reassigned while
+    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after it has been copied.
 
     Args:
         places: the capacity of the store, in chunks; 0 for no store.
@@ -57,8 +57,8 @@ class Prefixes:
     ) -> Prefixes:
         """Return an empty index for a store of at most `most_bytes` bytes and prompts of at most `width` tokens.
 
-        With a hook, there is no store: the hook may change the model's inputs, so equal tokens may have different keys
-        and values.
+        With a hook, there is no store, because the hook may change the model's inputs. Equal tokens may then have
+        different keys and values.
         """
         if hooked and most_bytes:
             raise InputError(
@@ -93,7 +93,7 @@ class Prefixes:
         return names
 
     def must_wait(self, names: list[bytes]) -> bool:
-        """Return True if a prompt in flight will store this prompt's first missing chunk, so waiting saves work."""
+        """Return True if waiting saves work because a prompt in flight will store this prompt's first missing chunk."""
         known = self._known(names)
         return known < len(names) and names[known] in self._coming
 
@@ -105,7 +105,7 @@ class Prefixes:
         """Claim places for a prompt that is about to be sent to the device."""
         known = self._known(names)
         have = tuple(self._stored[name] for name in names[:known])
-        for name in reversed(names[:known]):  # in reverse order, so that a chunk outlives the chunks after it
+        for name in reversed(names[:known]):  # in reverse order, so that later chunks are evicted first
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):

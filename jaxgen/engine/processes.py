@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 class Processes:
-    """Communication of plans from process 0 to the others. All processes call the same functions in the same order.
+    """Broadcast of plans by process 0. All processes call the same functions in the same order.
 
     `arguments` are the engine's arguments as text. If they differ between processes, an `InputError` is raised.
     """
@@ -81,7 +81,7 @@ class Processes:
 
 
 def _broadcast(tree: Any) -> Any:
-    """Return the tree of process 0, sent in a single operation. The trees of all processes must have the same form."""
+    """Send process 0's tree to all processes in one operation, and return it. All trees must have the same form."""
     leaves, form = jax.tree.flatten(tree)
     leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])

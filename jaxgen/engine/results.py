@@ -24,8 +24,8 @@ class Event(NamedTuple):
 
     Attributes:
         sequence: the index of the sequence within the prompt.
-        tokens: the token ids. Only the last event of a sequence may have none.
-        text: the new text, in whole characters; empty without a tokenizer, and for the listeners of `Engine.follow`.
+        tokens: the token ids. Only the last event of a sequence may have no tokens.
+        text: the new text, in whole characters; empty if there is no tokenizer, and for listeners of `Engine.follow`.
         stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
@@ -51,8 +51,8 @@ class Completion:
         logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely tokens, `[n, top_logprobs]`; None
             if `output_logprobs` is off in the engine's config or for the prompt.
         error: the reason why the sequence failed, or None.
-        versions: the versions of the weights that the tokens depend on, in ascending order. The first was current
-            when the prompt was sent to the device; see `Engine.update_params`.
+        versions: the versions of the weights that the tokens depend on, in ascending order. The first version was
+            current when the prompt was sent to the device; see `Engine.update_params`.
         cached_tokens: the number of tokens at the start of the prompt that were copied from the prefix store.
     """
 
@@ -88,7 +88,7 @@ class Handle:
     """A prompt that was submitted to an engine.
 
     Iterate over the handle, with `for` or `async for`, to get all events as they occur, or call `result` to wait for
-    the end. Several threads can do so at the same time.
+    the end. Several threads can use a handle at the same time.
 
     Attributes:
         failure: the exception that `result` raises, or None.
@@ -142,7 +142,7 @@ class Handle:
         Raises:
             TimeoutError: the sequences did not end in time; they keep running.
             EngineClosed: the engine was closed before the sequences ended.
-            InputError: this method was called in `on_event` before the sequences ended, and would wait for itself.
+            InputError: this method was called in `on_event` before the sequences ended, which would cause a deadlock.
         """
         if threading.current_thread() is self._thread and not self.done:
             raise InputError("result waits for the engine, so on_event must not call it: call it from another thread")
@@ -175,7 +175,7 @@ class Handle:
         )
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events until all sequences have ended. If they cannot continue, raise `failure`."""
+        """Yield events until all sequences have ended. If the prompt fails, raise `failure`."""
         reader, seen = EventReader(self._tokenizer), 0
         while True:
             with self._changed:
@@ -262,7 +262,7 @@ class Handle:
             return
         try:
             listener(event)
-        except BaseException as error:  # not even SystemExit may end the engine
+        except BaseException as error:  # even SystemExit must not end the engine
             self._listener = None
             self._fail(error)
 

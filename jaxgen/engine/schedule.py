@@ -1,4 +1,4 @@
-"""Schedule prompts: decide what to send with each chunk, and read its results, independently of the device."""
+"""Decide which prompts to send with each chunk, and read the results. This module runs only on the host."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Flight:
     """A prompt that is waiting or being answered.
 
     Attributes:
-        owner: the recipient of its results.
+        owner: the recipient of the prompt's results.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
-        number: its number on the device; `NOBODY` until it is sent there.
-        remaining: the number of its sequences that have not ended.
-        chunks: the names of its chunks in the prefix store; None until they are needed.
-        claim: its claim on the store; None before the prompt is sent and after it has been read.
+        number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
+        remaining: the number of the prompt's sequences that have not ended.
+        chunks: the names of the prompt's chunks in the prefix store; None until the names are needed.
+        claim: the prompt's claim on the store; None before the prompt is sent and after it has been read.
         cached: the number of the prompt's tokens that were in the store.
-        begun: the number of its sequences that have begun.
+        begun: the number of the prompt's sequences that have begun.
         version: the version of the weights when the prompt was sent.
     """
 
@@ -53,7 +53,7 @@ class Flight:
 
 
 class Counts(NamedTuple):
-    """Statistics of an engine so far.
+    """An engine's statistics so far.
 
     Attributes:
         tokens: the number of generated tokens.
@@ -117,7 +117,7 @@ class Schedule:
         self.prefixes, self.version, self.holds = prefixes, 0, False
         self.waiting: collections.deque[Flight] = collections.deque()
         self.flying: dict[int, Flight] = {}
-        self._numbers = itertools.cycle(range(2**31 - 1))  # int32 on the device
+        self._numbers = itertools.cycle(range(2**31 - 1))  # stored as int32 on the device
         self._cancelled: collections.deque[Flight] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # prompts waiting on the device at the end of the last chunk read
@@ -130,8 +130,8 @@ class Schedule:
 
     @property
     def counts(self) -> Counts:
-        """Counts up to the last chunk read."""
-        # A sequence gets its first token when it enters, and one more in each step after that.
+        """Statistics up to the last chunk that was read."""
+        # A sequence gets its first token when it enters a slot, and one more token in each later step.
         rows = max(self._tokens - self._begun, 0)
         running = sum(flight.begun > 0 for flight in self.flying.values())
         waiting = len(self.waiting) + len(self.flying) - running
@@ -250,10 +250,10 @@ class Schedule:
 
 
 class Pace:
-    """Controller of the number of steps in a chunk. It aims for the fewest steps that take at least 0.1 seconds.
+    """Controller for the number of steps in a chunk. The aim is the fewest steps that take at least 0.1 seconds.
 
-    Shorter chunks reduce latency: the first token of a prompt is read only once its chunk has ended, and prompts that
-    arrive in the meantime wait for the next chunk.
+    Shorter chunks reduce latency, because the first token of a prompt is read only once its chunk has ended. Prompts
+    that arrive during a chunk wait for the next chunk.
 
     Attributes:
         most: the maximum number of steps.

@@ -25,12 +25,12 @@ class _Part:
 
 
 class Table:
-    """A table that automata join and leave while prompts are using it. States in use are never renumbered.
+    """A table of automata that can be added and removed while prompts use it. States in use are never renumbered.
 
     Args:
         name: the option that the automata come from.
         states: the number of states that the table has space for.
-        free: the automaton for prompts that have none of their own.
+        free: the automaton for prompts without an automaton of their own.
         join: the function that builds the table from a dict of automata, keyed by their first states in the table.
 
     Attributes:
@@ -80,7 +80,7 @@ class Table:
                 del self._parts[key]
 
     def _space(self, states: int) -> int | None:
-        """Return the first state of the first gap of at least `states` states, or None if there is no such gap."""
+        """Return the first state of the first gap of at least `states` states, or None if no gap is large enough."""
         first = 0
         for part in sorted(self._parts.values(), key=lambda part: part.first):
             if part.first - first >= states:

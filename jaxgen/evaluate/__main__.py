@@ -75,7 +75,7 @@ def _model(options: argparse.Namespace) -> type:
 
     class Loaded(JaxgenLM):
         def __init__(self, **given: Any):
-            if unknown := given.keys() - {"batch_size", "max_batch_size", "device"}:  # the harness adds these
+            if unknown := given.keys() - {"batch_size", "max_batch_size", "device"}:  # the harness adds these options
                 raise InputError(
                     f"--model_args has {min(unknown)}, which is not an option here: see --help for the model's options"
                 )

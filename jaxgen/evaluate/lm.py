@@ -34,7 +34,7 @@ class JaxgenLM(TemplateLM):
         cfg: the model's config. Its options, which `load_hf` reads from generation_config.json, are the defaults for
             requests, as in the harness's `hf` model. For example, a repetition penalty also applies to greedy answers.
         tokenizer: the model's tokenizer.
-        name: identifies the model in reports and in the request cache.
+        name: the model's name in reports and in the request cache.
         max_length: the maximum number of tokens per request; by default the model's context length.
         max_gen_toks: the maximum number of tokens per answer if the task sets no limit.
         slots: the number of answers generated at a time.
@@ -87,7 +87,7 @@ class JaxgenLM(TemplateLM):
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Return the ids of a string; if the string already begins with the bos token, do not add another."""
+        """Return the ids of a string, without adding a bos token if the string already begins with one."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         return list(self._encode(string, add_special_tokens=add_special_tokens)) if string else []

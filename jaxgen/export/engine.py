@@ -1,4 +1,4 @@
-"""Export the loop of an `Engine`, for a host that runs it chunk by chunk and adds prompts in between."""
+"""Export the loop of an `Engine`, for a host that runs it chunk by chunk and adds prompts between chunks."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def export_engine(
     stopping_criteria: Sequence[Callable] | None = None,
     hook: StepHook | None = None,
 ) -> ExportedPrograms:
-    """Return an `Engine`'s programs, with which a host without jaxgen can answer prompts as they arrive.
+    """Return an `Engine`'s programs, so that a host without jaxgen can answer prompts as they arrive.
 
     >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")               # doctest: +SKIP
 
     `open` creates the initial state, in which all slots are free. `chunk` adds prompts, runs a few steps, and returns
-    the next state and a journal of what happened. The tokens are the same as from an `Engine`. Grammars and stop
+    the next state and a journal of what happened. The tokens are the same as with an `Engine`. Grammars and stop
     strings are not supported, because they need tables that the host cannot build. docs/production.md contains an
     example of a host.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The programs take parameters as an argument.
-        cfg: the options. As in `Engine`, they are the defaults for prompts.
-        slots: the number of sequences decoded at a time. A chunk can add at most this many prompts.
+        cfg: the options, which are the defaults for prompts, as in `Engine`.
+        slots: the number of sequences decoded at a time, and the maximum number of prompts that a chunk can add.
         prompt_width: the maximum number of tokens in a prompt.
         platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, hook: as in `generate`; each applies to all prompts. These objects and
@@ -94,7 +94,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 def _programs(
     params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the programs by name, and the shapes of the state; `values` are the inputs when no prompt arrives."""
+    """Return the programs by name, and the shapes of the state. `values` are the inputs of a chunk without arrivals."""
     names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Files of exported programs. Each is a zip archive that contains a description, default inputs and the programs."""
+"""Files of exported programs. Each file is a zip archive with a description, default inputs and the programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExportedPrograms:
     """Programs that run with jax alone, as docs/production.md shows.
 
     Attributes:
-        description: describes the programs, their inputs and their outputs; stored as description.json.
+        description: a description of the programs, their inputs and their outputs; stored as description.json.
         inputs: the default values of the inputs, by name; stored as inputs.npz.
         programs: the programs by name.
     """

@@ -58,14 +58,14 @@ def export_generate(
 
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
 
-    The program's inputs are the prompts, the data of a random key for sampling, and the values of all enabled traced
-    options. These can differ between calls. The tokens are the same as those of `generate`. `max_new_tokens` is also an
-    input; it is capped at the value in `cfg`, which sets the size of the arrays.
+    The program's inputs are the prompts, the data of a random key for sampling, and the values of all traced options
+    that are on. Inputs can differ between calls. The program generates the same tokens as `generate`. `max_new_tokens`
+    is also an input; it is capped at the value in `cfg`, which sets the size of the arrays.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The program takes parameters as an argument.
         cfg: the options. Options with one value per prompt here also have one value per prompt in the program.
-        batch: the number of prompts. With None, it can differ between calls; jax compiles once for each number.
+        batch: the number of prompts, or None if it can differ between calls; jax then compiles once for each number.
         prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. These

@@ -77,7 +77,7 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
 
 
 def _explained(error: Exception) -> Exception:
-    """Translate an error from jax into one that says what to do."""
+    """Translate an error from jax into an error that says what to do."""
     text = str(error)
     if "custom call" in text:
         return ConfigError(f"a kernel of logits_processor, stopping_criteria or hook cannot be exported: {text}")
@@ -120,7 +120,7 @@ def description(
         params: the parameters, or their shapes.
         cfg: the options.
         inputs: the inputs by name, as arrays or as their shapes.
-        outputs: the outputs, in the same form.
+        outputs: the outputs by name, in the same form as the inputs.
         programs: the exported programs by name.
     """
     first = next(iter(programs.values()))

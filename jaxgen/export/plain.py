@@ -34,12 +34,12 @@ def param_names(params: Any) -> Any:
 
 
 def flat_params(params: Any) -> dict[str, Any]:
-    """Return the arrays of `params` by their tensor names in a checkpoint."""
+    """Return the arrays of `params` in a dict, keyed by their tensor names in a checkpoint."""
     return dict(zip(jax.tree.leaves(param_names(params)), jax.tree.leaves(params), strict=True))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return a tree's arrays as a dict from dotted names; random keys are replaced by their data."""
+    """Return a tree's arrays in a dict, keyed by dotted names. Random keys are replaced by their data."""
     return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
 
 

@@ -1,8 +1,8 @@
 """Compilation of expressions to byte-level automata of limited size.
 
-An expression is compiled to a nondeterministic automaton over bytes (Thompson's construction) and then to a
-deterministic one (subset construction), whose equivalent states are merged. Limits are checked during construction, so
-a small expression with a huge automaton is rejected early. The error names the responsible part.
+Thompson's construction compiles an expression to a nondeterministic automaton over bytes. The subset construction makes
+the automaton deterministic, and equivalent states are merged. Limits are checked during construction, so a small
+expression with a huge automaton is rejected early. The error names the part that makes the automaton too large.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxgen.grammar.expression import Alternatives, Characters, Expression, Memb
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
-# Limits of one automaton. An automaton that reaches all of them takes about a second and 150 MB to build.
+# Limits for one automaton. Building an automaton that reaches all limits takes about a second and 150 MB.
 STATES = 2**15
-NFA_STATES = 2**16  # states of the nondeterministic automaton
-WORK = 2_000_000  # states and transitions visited while building
-HIGHEST = 400  # levels of nested expressions
+NFA_STATES = 2**16  # maximum number of states in the nondeterministic automaton
+WORK = 2_000_000  # maximum number of states and transitions visited while building
+HIGHEST = 400  # maximum depth of nested expressions
 MANY = 16  # with at least this many repetitions, messages name the whole repetition, not a part of it
-MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond this, states are not merged
+MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 
 class ByteAutomaton(NamedTuple):
@@ -70,7 +70,7 @@ def restricted(
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct rows in order of appearance; return the first index of each, and the number of every row."""
+    """Number the distinct rows in order of appearance; return the first index of each number, and each row's number."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -101,7 +101,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Follow the largest subexpressions; return the innermost name of a part with at least `NFA_STATES // 2` states."""
+    """Return the name of the innermost part with at least `NFA_STATES // 2` states among the largest subexpressions."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -141,7 +141,7 @@ class _Nfa:
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that match an expression from `start` on; return the last one. No move leads back to `start`."""
+        """Add states that match an expression from `start`; return the last state. No move leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -175,7 +175,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item; those after the first `low` are optional. If `high` is None, the last copy loops."""
+        """Add copies of the item; copies after the first `low` are optional. If `high` is None, the last copy loops."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()
@@ -196,7 +196,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths through the members: one until a member is present, and one (with separators) from then on."""
+        """Add two paths through the members: one up to the first member present, and one with separators after it."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -229,7 +229,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Return the index in `sets` of the states that jumps reach from `begin` and that read a byte or accept."""
+        """Follow jumps from `begin`; return the index in `sets` of the reached states that read a byte or accept."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)
@@ -271,8 +271,8 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
 def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
     """Merge states that accept the same strings (Moore's algorithm).
 
-    States are split into classes by acceptance, then repeatedly by the classes of their next states, which are compared
-    by random hashes. If two hashes collide, or if merging takes too long, nothing is merged.
+    States are split into classes by acceptance, and then repeatedly by the classes of their next states. Random hashes
+    are used to compare these classes. If two hashes collide, or if merging takes too long, nothing is merged.
     """
     table, accepting, start = automaton
     columns, _ = distinct(np.ascontiguousarray(table.T))
@@ -285,7 +285,7 @@ def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
         if len(first) == parts:
             break
         parts = len(first)
-        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last one stands for -1 (no next state)
+        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last entry stands for -1 (no next state)
         sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
     else:
         return automaton

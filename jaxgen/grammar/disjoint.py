@@ -1,4 +1,4 @@
-"""Detection of disjoint schemas. If no value satisfies two of them, oneOf is equivalent to anyOf.
+"""Detection of disjoint schemas. If no value is valid against two alternatives, oneOf is equivalent to anyOf.
 
 All answers are conservative: if in doubt, schemas are assumed to overlap.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
 
-MOST = 200_000  # limit on comparisons of two schemas, or of a value and a schema
+MOST = 200_000  # maximum number of comparisons between two schemas, or between a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # only an allOf of a single schema is supported
 
 
@@ -23,7 +23,7 @@ class Overlaps:
     def __init__(self, root: Any):
         self.root = root
         self.known: dict[tuple[int, int], bool] = {}
-        self.keys: dict[int, set[str]] = {}  # for schemas with literals
+        self.keys: dict[int, set[str]] = {}  # the keys of each schema's literals
         self.compared = 0
 
     def excludes(self, one: Any, other: Any) -> bool:
@@ -131,7 +131,7 @@ def _is_free(schema: Any) -> bool:
 
 
 def _valid_types(schema: dict[str, Any]) -> list[str]:
-    """Return the types of valid values. Without `type`, all types are valid, although fewer are generated."""
+    """Return the types of valid values. Without `type`, all types are valid, although only some are generated."""
     return keywords.types(schema) if "type" in schema else list(keywords.OF_TYPE)
 
 
@@ -147,8 +147,8 @@ def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | No
 
 
 def _key(value: Any) -> str:
-    """Return a string that is the same for values that are equal in JSON Schema: 1 equals 1.0, but not true.
+    """Return a string that is the same for values that JSON Schema considers equal: 1 and 1.0, but not 1 and true.
 
-    Integers are read as floats, as many programs read them, so large integers may become equal.
+    Integers are read as floats, as in many programs, so different large integers may become equal.
     """
     return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)

@@ -1,4 +1,4 @@
-"""Regular expressions as trees. The same object may occur in several places of a tree.
+"""Regular expressions as trees. The same object may occur in several places in a tree.
 
 Expressions are compared by identity. `size` is an upper bound on the number of states that an expression adds to the
 nondeterministic automaton; `height` is the depth of nesting.
@@ -22,7 +22,7 @@ class Expression:
     height: int
 
     def __post_init__(self):
-        # Both are computed bottom-up, because computing them on demand would need deep recursion for a deep tree.
+        # Size and height are computed bottom-up, because computing them on demand would recurse deeply in a deep tree.
         object.__setattr__(self, "size", self._count())
         object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
 
@@ -94,7 +94,7 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Members(Expression):
-    """Expressions in a fixed order, some of them optional, with separators between those that are present."""
+    """Expressions in a fixed order, some of them optional, with separators between the expressions that are present."""
 
     items: tuple[tuple[Expression, bool], ...]
     separator: Expression
@@ -105,7 +105,7 @@ class Members(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Anchor(Expression):
-    """`^` or `$` as read from a pattern; removed before compilation."""
+    """An anchor in a pattern, `^` or `$`, which is removed before compilation."""
 
     sign: str
 

@@ -1,4 +1,4 @@
-"""The formats of JSON schemas as regular expressions: exact for dates and times, subsets for the others."""
+"""Regular expressions for the formats of JSON schemas: exact for dates and times, and subsets for other formats."""
 
 _COMMON_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # all except 0000, which many programs reject
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -11,7 +11,7 @@ _DATE = f"(?:{_COMMON_YEAR}-(?:{'|'.join(_MONTHS)})|{_LEAP_YEAR}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_HOUR})"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_SIGN = "(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"  # RFC 3986: unreserved, sub-delims and pct-encoded
+_SIGN = "(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"  # unreserved, sub-delims and pct-encoded in RFC 3986
 _SEGMENT_SIGN = f"(?:{_SIGN}|[:@])"
 _QUERY = f"(?:{_SEGMENT_SIGN}|[/?])*"
 _PATHS = (

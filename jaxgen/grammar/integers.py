@@ -32,7 +32,7 @@ def _positive(low: int, high: int | None) -> Expression:
 
 
 def _blocks(low: int, high: int) -> Iterator[Expression]:
-    """Split a range into blocks. A block has fixed digits, then a digit from a range, then digits that are free."""
+    """Split a range into blocks. A block has fixed digits, then a digit from a range, then any digits."""
     while low <= high:
         free, unit = 0, 1
         while low % (10 * unit) == 0 and low + 10 * unit - 1 <= high:

@@ -1,9 +1,9 @@
 """Conversion of a JSON schema to an expression for the JSON texts that are valid against the schema.
 
-Whatever an expression cannot represent is rejected, so every generated text is valid. The converse is not true: strings
-have no \\u escapes where another spelling exists, members appear in the schema's order, patterns match whole strings,
-free-form values nest at most two levels deep, and recursive schemas end after `LEVELS` levels. At that depth a
-reference matches nothing, so optional members and items are left out.
+Whatever an expression cannot represent is rejected, so every generated text is valid. Not every valid text is
+generated: strings have no \\u escapes where another spelling exists, members appear in the schema's order, and patterns
+match whole strings. Free-form values nest at most two levels deep. Recursive schemas end after `LEVELS` levels: at that
+depth, a reference matches nothing, so optional members and items are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCALARS = {
     "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
 ESCAPED = '"\\/bfnrt'  # characters that may follow a backslash
-UNPRINTABLE = ((0x7F, 0x9F),)  # allowed by JSON, but generated only if a pattern asks for them
+UNPRINTABLE = ((0x7F, 0x9F),)  # control characters that JSON allows; generated only if a pattern matches them
 MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 
 
@@ -247,7 +247,7 @@ def _scalar(name: str) -> Expression:
 
 @functools.lru_cache(1000)
 def _in_string(ranges: Ranges) -> Expression:
-    """Return the expression for any one of these characters, escaped where JSON requires it."""
+    """Return the expression for any one character in `ranges`, escaped where JSON requires it."""
     plain, special = common(ranges, complement(MUST_ESCAPE)), common(ranges, MUST_ESCAPE)
     spelled = [json.dumps(chr(code))[1:-1] for first, last in special for code in range(first, last + 1)]
     return choice([*([Characters(plain)] if plain else []), *spelled])

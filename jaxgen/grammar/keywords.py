@@ -13,7 +13,7 @@ from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
 DEEPEST = 64  # maximum nesting depth
-MOST_DIGITS = 40  # maximum digits of a bound; n digits need about n * n states before states are merged
+MOST_DIGITS = 40  # maximum number of digits in a bound; n digits need about n * n states before merging
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
 
 ANNOTATIONS = frozenset(
@@ -22,7 +22,7 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that decide what a schema matches, in order of precedence, each with the keywords that may accompany it.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
-# The bounds of numbers, each with a function for the nearest integer that satisfies the bound.
+# The keywords for bounds of numbers, each with a function for the nearest integer that satisfies the bound.
 LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
 UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
 BOUNDS = (*LOWER, *UPPER)
@@ -30,7 +30,7 @@ OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds of the type number
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds for the type number
     **dict.fromkeys(("boolean", "null"), ""),
 }
 _TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
@@ -114,7 +114,7 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a JSON value; an integer has two."""
+    """Return the types of a JSON value; an integer is also a number."""
     if type(value) in _TYPES:
         return (_TYPES[type(value)],)
     return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)

@@ -42,7 +42,7 @@ class References:
         return self.reached[id(part)]
 
     def _inside(self, part: Any) -> list[Any]:
-        """Return the parts that references inside `part` point to; values that only look like references count too."""
+        """Return the targets of all references inside `part`; values that only look like references also count."""
         if id(part) not in self.direct:
             if len(self.direct) >= MOST:
                 raise InputError(f"the schema refers to more than {MOST} of its parts: simplify it")

@@ -1,9 +1,9 @@
 r"""Parser for JavaScript's regular expressions (ECMA 262 with flag u), which JSON schemas also use.
 
-Patterns match whole strings, so anchors are only allowed where they change nothing. Several features are rejected with
-an error that names them: look-around and back-references (an automaton cannot represent them), word boundaries, and
-syntax that Python, Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two features are borrowed from other
-languages: the group `(?P<name>...)`, and the flags `(?i)` and `(?s)` at the start.
+Patterns match whole strings, so anchors are only allowed where they change nothing. Look-around and back-references
+are rejected because an automaton cannot represent them. Word boundaries are also rejected, as is syntax that Python,
+Rust and JavaScript read differently, such as `[]a]` or `\Z`. The error names the feature. Two features are borrowed
+from other languages: the group `(?P<name>...)`, and the flags `(?i)` and `(?s)` at the start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxgen.grammar.utf8 import Ranges
 
 LONGEST = 10_000  # maximum length of a pattern, in characters
 DEEPEST = 32  # maximum nesting depth of groups
-MOST_CATEGORIES = 100  # maximum per pattern; a category has up to a thousand ranges of characters
+MOST_CATEGORIES = 100  # maximum number per pattern; a Unicode category has up to a thousand ranges of characters
 
 DIGIT = ((0x30, 0x39),)
 WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -90,7 +90,7 @@ def read_regex(
 
 
 class _Reader:
-    """Reader of a pattern, with its current position."""
+    """Reader for a pattern, with its current position."""
 
     def __init__(self, pattern: str, where: str, characters: Callable[[Ranges], Expression]):
         self.pattern, self.where, self.characters = pattern, where, characters
@@ -103,7 +103,7 @@ class _Reader:
         raise InputError(f"{self.where} {shown(self.pattern)} {reason}, at character {self.place + 1}")
 
     def next(self, text: str) -> bool:
-        """Skip `text` if it comes next; return True if it did."""
+        """Skip `text` and return True if `text` comes next; otherwise, return False."""
         found = self.pattern.startswith(text, self.place)
         self.place += len(text) * found
         return found
@@ -287,7 +287,7 @@ class _Reader:
         return code
 
     def category(self, negated: bool) -> Ranges:
-        r"""Read `p{...}`: the characters of a general category."""
+        r"""Read `p{...}`, and return the characters of a general Unicode category."""
         found = self.match(_PROPERTY)
         if found is None or found[1] not in CATEGORIES:
             self.refuse(
@@ -329,6 +329,6 @@ def _category(name: str) -> Ranges:
 def _cases() -> list[tuple[int, int]]:
     """Return the pairs of characters that differ only in case, that is, have the same case folding."""
     alike: dict[str, list[int]] = {}
-    for code in range(0x1E944):  # no later character has upper and lower case
+    for code in range(0x1E944):  # no character beyond this code has upper and lower case
         alike.setdefault(chr(code).casefold(), []).append(code)
     return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]

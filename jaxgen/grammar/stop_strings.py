@@ -1,10 +1,10 @@
 """Stop strings on the device: detection of strings that end within the newest token.
 
-The strings become an Aho-Corasick automaton over bytes, which reads the bytes of each new token. Token and character
-boundaries therefore do not matter, and no states-by-vocabulary table is needed: the tables that depend on the tokenizer
-are built once, and those that depend on the strings are small. Several sets of strings, each with its own automaton,
-share one table, so a row's state alone determines which strings end the row. All tables are traced, and the number of
-states is rounded up, so different strings of similar size use the same program.
+The strings are compiled to an Aho-Corasick automaton, which reads the bytes of each new token. Token and character
+boundaries therefore do not matter, and no table of states by vocabulary is needed. The tables that depend on the
+tokenizer are built once, and the tables that depend on the strings are small. Several sets of strings, each with its
+own automaton, share one table, so a row's state alone determines which strings end the row. All tables are traced, and
+the number of states is rounded up, so different strings of similar size use the same program.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automata for sets of stop strings, with one state per row: `StopStringCriteria` of release 5, applied to bytes.
+    """Automata for sets of stop strings, with one state per row: `StopStringCriteria` from release 5, applied to bytes.
 
-    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
-    where it was found one token earlier. A string may begin in the prompt. A token's text comes from
-    `Tokenizer.token_bytes`: a SentencePiece token keeps its space even where `decode` drops it. The text of a special
-    token is its name, so "<|im_end|>" can be a stop string. Ids without a token have no text.
+    A string is found if it ends anywhere within the newest token: "stop" is found in "sto" + "pper". It is not found in
+    "stop" + "at", because "stop" was found one token earlier. A string may begin in the prompt. A token's text comes
+    from `Tokenizer.token_bytes`, so a SentencePiece token keeps its space even where `decode` drops it. The text of a
+    special token is its name, so "<|im_end|>" can be a stop string. Ids without a token have no text.
 
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.
         offsets: int32[V + 1], the start of each token's bytes in `text`; the last is n.
-        goto: int32[S, 256], the state after each byte; zeros in the padding.
+        goto: int32[S, 256], the next state for each state and byte; 0 in the padding.
         found: bool[S], True if a stop string ends in this state.
         longest: int32[], the number of bytes in the longest stop string of all sets, always less than S.
-        start: int32[] or int32[B], the initial state of all prompts, or of each prompt.
+        start: int32[] or int32[B], the initial state for all prompts, or for each prompt.
         spans_prompt: True if a string may begin in the prompt; static.
     """
 
@@ -64,8 +64,8 @@ class StopStrings:
     def build(cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None) -> StopStrings:
         """Build the tables for one set of stop strings that all prompts share, or for one set per prompt.
 
-        Prompts with the same strings share states. `vocab_size` is the size of the model's vocabulary, by default
-        that of the tokenizer; ids that the tokenizer lacks have no text.
+        Prompts with the same strings share states. `vocab_size` is the size of the model's vocabulary; the default
+        is the size of the tokenizer's vocabulary. Ids that are not in the tokenizer have no text.
 
         Raises:
             ConfigError: there are no strings, or one is empty.
@@ -101,7 +101,7 @@ class StopStrings:
         return cls(*arrays)  # pyright: ignore[reportArgumentType]
 
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Return each row's state, int32[rows], after it has read the prompt.
+        """Return each row's state after the prompt, as int32[rows].
 
         Each row begins in its state `start int32[rows]` and reads `length int32[rows]` tokens of `ids int32[rows, W]`.
         """
@@ -116,7 +116,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states after one more token, int32[rows], and bool[rows], True if the token ends a stop string."""
+        """Return the states after one more token, int32[rows], and bool[rows], True if it completes a stop string."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -220,7 +220,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 used += 1
             state = goto[state, byte]
         found[state] = True
-    # A missing transition is inherited from the state of the longest proper suffix. Shorter strings come first.
+    # A state inherits missing transitions from the state of its longest proper suffix, which is visited earlier.
     goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:

@@ -1,7 +1,7 @@
-"""Token automata: device tables of the tokens that keep a row's text within a grammar.
+"""Token automata: tables on the device that show which tokens keep a row's text within a grammar.
 
 The state of a row is one number. Tokens with equal transitions from every state share a class, so the table is [states,
-classes] and not [states, V]: for a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
+classes] and not [states, V]. For a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
 traced, and their sizes are rounded up to powers of two, so a different grammar of similar size uses the same program.
 """
 
@@ -30,7 +30,7 @@ from jaxgen.text.utf8_text import encoded
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # maximum number of transitions (128 MB), also while building a table
 MOST_WORK = 2**28  # maximum number of transitions followed while building
-LONGEST_PREFIXES = 30_000  # maximum total length, in bytes
+LONGEST_PREFIXES = 30_000  # maximum total length of all prefixes, in bytes
 COMPLETE = 0  # the state after a prefix
 _NEVER = 2**30  # the value of `shortest` if the text cannot be completed
 
@@ -41,19 +41,19 @@ class TokenAutomaton:
 
     State -1 means that the text no longer matches the grammar.
 
-    The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
-    token with a leading space adds that space, even as the first token, although decoding only the new tokens drops it.
-    A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise, only a token without
-    a space can come first. Special tokens and ids without a token have no text, so a grammar never allows them. A text
-    can be completed from every reachable state, so a row never reaches a dead end (except if an eos token is itself
-    part of the text).
+    The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. If a
+    SentencePiece token begins with a space, the space is part of the text, even in the first token. (Decoding only the
+    new tokens would drop it.) A pattern for a SentencePiece tokenizer should therefore allow a space at its start,
+    ` ?...`. Otherwise, only a token without a space can come first. Special tokens and ids without a token have no
+    text, so a grammar never allows them. The text can be completed from every reachable state, so a row never reaches a
+    dead end, unless an eos token is itself part of the text.
 
     Attributes:
         classes: the class of each token.
-        transitions: the state after each class of tokens; -1 if the class is not allowed, and in the padding.
+        transitions: the next state for each state and class; -1 if the class is not allowed, and in the padding.
         accepting: True if the text so far is complete.
         shortest: the minimum number of tokens needed to complete the text.
-        start: the initial state, or one for each prompt (`stack`).
+        start: the initial state, or one initial state per prompt (see `stack`).
     """
 
     classes: jax.Array  # int32[V]
@@ -106,7 +106,7 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton for an expression from `jaxgen.grammar`, such as a schema surrounded by fixed text.
 
-        Error messages call the grammar `name`. The other arguments and errors are as in `from_regex`.
+        `name` is the grammar's name in error messages. The other arguments and errors are as in `from_regex`.
         """
         tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
@@ -125,8 +125,8 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton for texts that begin with a prefix, one prefix per prompt.
 
-        Tokens may spell the prefix in any way, and the last token may extend beyond the prefix. After that, any
-        token is allowed, including special tokens. `vocab_size` is as in `from_regex`.
+        Tokens may spell the prefix in any way, and the last token may extend beyond the prefix. After the prefix,
+        any token is allowed, including special tokens. `vocab_size` is as in `from_regex`.
 
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
@@ -178,7 +178,7 @@ class TokenAutomaton:
         Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # each token's classes, combined
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # all classes of a token as one number
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
@@ -204,10 +204,10 @@ class TokenAutomaton:
         return int(np.flatnonzero(used)[-1]) + 1
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
-        """Return the table with one more automaton, and that automaton's `start` in the table.
+        """Add an automaton; return the new table, and the automaton's `start` in the table.
 
-        All states keep their indices, and all arrays keep their shapes, so rows in flight continue as before, in the
-        same program. The table's `start` is unchanged. Adding the same automaton again uses more states.
+        All states keep their indices, and all arrays keep their shapes, so unfinished rows continue as before, in
+        the same program. The table's `start` is unchanged. Adding the same automaton again uses more states.
 
         Raises:
             InputError: the vocabularies differ, or the capacity is too small.
@@ -229,12 +229,12 @@ class TokenAutomaton:
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
-        `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. These tokens are allowed if and
-        only if the text is complete, regardless of the grammar. In state -1, nothing is allowed.
+        `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. Eos tokens are allowed if and
+        only if the text is complete, regardless of the grammar. In state -1, no token is allowed.
 
-        `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is then
-        allowed only if the text can still be completed in time. If the text cannot be completed in time at all,
-        `remaining` has no effect.
+        `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is
+        allowed only if the text can still be completed within `remaining` tokens. If the text cannot be completed
+        within `remaining` tokens at all, this limit does not apply.
         """
         following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
@@ -244,7 +244,7 @@ class TokenAutomaton:
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-        """Return the states int32[rows] after appending `tokens int32[rows]`, one to each row.
+        """Return the states, int32[rows], after one of the `tokens int32[rows]` is appended to each row.
 
         A token that is not allowed leads to state -1 for good; an eos token does not change the state.
         """
@@ -315,8 +315,8 @@ def _token_table(
 
     Tokens may follow only in states where `followed bool[S]` is True; None means all states.
 
-    A token is a function from states to states, composed of the functions of its bytes. There are few distinct
-    functions, so each token gets the index of its function, and only new pairs of a function and a byte are composed.
+    A token's function maps states to states, and is composed of the functions of its bytes. Few functions are distinct,
+    so each token gets the index of its function, and only new pairs of a function and a byte are composed.
     """
     lengths = np.array([len(token) for token in tokens])
     offsets = np.cumsum(lengths) - lengths

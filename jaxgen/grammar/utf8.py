@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted, disjoint, without surrogates
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, including both ends; sorted, disjoint, without surrogates
 
 
 @functools.lru_cache(1000)
 def spelled(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Return an automaton for characters in UTF-8: for each state, the moves (first byte, last byte, target).
+    """Return an automaton for characters in UTF-8, as the moves (first byte, last byte, target) of each state.
 
     State 0 is the start. The index after the last state stands for the end of a character.
     """

@@ -1,4 +1,4 @@
-"""Everything that processors can see in addition to the scores: each row's tokens, and state derived from them."""
+"""History of the rows, which processors read in addition to the scores: tokens, and state derived from the tokens."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only a threshold. This
 threshold is usually one of the highest scores, which can be found in a few passes over the scores. Otherwise, bisection
-finds it exactly: floats are mapped to integers in the same order, and each pass over the scores determines one bit of
-the threshold, starting with the highest.
+finds the exact threshold. Floats are mapped to integers in the same order, and each pass over the scores determines one
+bit of the threshold, starting with the highest bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxgen.model import sharding
 
-CANDIDATES = 128  # the most that a GPU selects without sorting
+CANDIDATES = 128  # the maximum number that a GPU selects without sorting
 ON_A_MESH = 64  # candidates exchanged per device
 
 
@@ -46,8 +46,8 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
     """Return, for each row, the largest `bits`-bit number that satisfies a condition, as uint32[rows].
 
-    `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller numbers. If
-    it is false for all numbers, the result is 0.
+    `condition` maps uint32[rows] to bool[rows]. A condition that is true for a number must be true for all smaller
+    numbers. If the condition is false for all numbers, the result is 0.
     """
 
     def set_bit(step: jax.Array, found: jax.Array) -> jax.Array:

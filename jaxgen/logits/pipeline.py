@@ -32,7 +32,7 @@ class Transform(Protocol):
     """All processors and warpers as one function."""
 
     def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        """Return the new scores, float32[rows, V]. Warpers never remove `given int32[rows]`, one token of each row."""
+        """Return the new scores, float32[rows, V]. Warpers never remove the tokens `given int32[rows]`, one per row."""
         ...
 
 
@@ -68,7 +68,7 @@ def build_transform(
         processed = scores = _apply(steps, history, scores)
         if not draws or not (warping or renormalizing):
             return scores
-        # A NaN score or a traced temperature of 0 makes the whole row NaN; without this, warpers could remove the NaN.
+        # A NaN score or a traced temperature of 0 makes the whole row NaN; otherwise, warpers could remove the NaN.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
         if cfg.on("temperature"):
             invalid |= ~(options.number("temperature") > 0)
@@ -110,7 +110,7 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
 
 def _warpers(options: RowOptions) -> list[Processor]:
     steps: list[tuple[str, ...]] = [(name,) for name in _on(WARP, options.cfg)]
-    if ("top_k",) in steps and ("top_p",) in steps:  # they are adjacent and can share a search
+    if ("top_k",) in steps and ("top_p",) in steps:  # adjacent options, which can share a search
         at = steps.index(("top_k",))
         steps[at : at + 2] = [("top_k", "top_p")]
     return [functools.partial(_warper, names, options) for names in steps]

@@ -1,9 +1,9 @@
 """Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
-They run in every decode mode, in the order of their records in `jaxgen.config.generation_options`. Scores are
-float32[rows, V]; a banned token has the score -inf. `history` contains the rows' tokens, and `options` the config's
-values per row. Each processor follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add
-one.
+Processors run in every decode mode, in the order of their records in `jaxgen.config.generation_options`. Scores are
+float32[rows, V]; a banned token has the score -inf. `history` contains the rows' tokens, and `options` contains the
+config's values per row. Each processor follows the transformers class named in its docstring. To add a processor, see
+CONTRIBUTING.md.
 
 Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
 vocabulary are ignored.
@@ -35,7 +35,7 @@ def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> j
 
 
 def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """For each beam of an earlier group that chose a token in this step, subtract the penalty from the token's score.
+    """Subtract the penalty from a token's score for each beam of an earlier group that chose the token in this step.
 
     `HammingDiversityLogitsProcessor` (arXiv 1610.02424).
     """
@@ -118,12 +118,12 @@ def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> 
 
 
 def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force this token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
+    """Force the option's token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
     return force(scores, token_set(options.number("forced_bos_token_id"), scores.shape[1]), history.length == 1)
 
 
 def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force one of these tokens as the last one that the budget allows: `ForcedEOSTokenLogitsProcessor`."""
+    """Force one of the option's tokens as the last token of the budget: `ForcedEOSTokenLogitsProcessor`."""
     return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
 
 
@@ -146,12 +146,12 @@ def exponential_decay_length_penalty(scores: jax.Array, history: History, option
 
 
 def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban these tokens: `SuppressTokensLogitsProcessor`."""
+    """Ban the option's tokens: `SuppressTokensLogitsProcessor`."""
     return ban(scores, options.ids("suppress_tokens"), jnp.ones_like(history.done))
 
 
 def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban these tokens as the first unforced token: `SuppressTokensAtBeginLogitsProcessor`."""
+    """Ban the option's tokens in the first step without a forced token: `SuppressTokensAtBeginLogitsProcessor`."""
     return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
 
 
@@ -231,12 +231,12 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
 
     added = add(jnp.zeros_like(scores), jnp.where(applies, last, scores.shape[1]), bias)
     biased = scores + added
-    # -inf plus inf would be NaN; the ban wins.
+    # -inf plus inf would be NaN; the token is banned instead.
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)
 
 
 def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
-    """Ban each token that follows the row's last n - 1 tokens anywhere in the row's first `end int32[rows]` tokens."""
+    """Ban each token that would repeat an n-gram of the row's first `end int32[rows]` tokens."""
     ids, last = history.ids, history.last(n - 1)
     starts = ids.shape[1] - n + 1
     if starts <= 0:

@@ -13,7 +13,7 @@ from jaxgen.config.generation_options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
 
-# Values of the enabled options, `{name: [rows, ...]}`. They are part of the rows' state, like the tokens.
+# Values of the enabled options, `{name: [rows, ...]}`. These values are part of the rows' state, like the tokens.
 OptionValues = dict[str, Any]
 
 
@@ -23,7 +23,7 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
-    """Return values for `rows` rows; each option has one value for all prompts, or one value per prompt."""
+    """Repeat option values for `rows` rows; an option has one value for all prompts, or one value per prompt."""
 
     def per_row(value: Any, rank: int) -> jax.Array:
         value = jnp.asarray(value)
@@ -55,7 +55,7 @@ class RowOptions:
         return token_set(self.values[name], self.cfg.model.vocab_size)
 
     def eos(self, rows: int) -> jax.Array:
-        """Return the ids that end a row, as bool[rows, V]; the set is empty if the option is off."""
+        """Return the ids that end a row, as bool[rows, V]; the set is empty if `eos_token_id` is off."""
         if not self.cfg.on("eos_token_id"):
             return jnp.zeros((rows, self.cfg.model.vocab_size), bool)
         return self.ids("eos_token_id")

@@ -33,7 +33,7 @@ def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
 def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Keep the k highest scores, and any that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
+    """Keep the k highest scores, and scores that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all scores."""
     k = _kept(k, _at_most_all(min_tokens_to_keep, scores), scores.shape[-1])
     best, _ = candidates(scores, mesh)
     kth, known = _kth(best, k, scores.shape[-1])
@@ -43,10 +43,10 @@ def top_k(
 def top_p(
     scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Keep the smallest set of most likely tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
+    """Keep the smallest set of most likely tokens whose probability reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept if the more likely tokens together have less mass than p. At least `min_tokens_to_keep` tokens are
-    kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
+    A token is kept if the total probability of all more likely tokens is less than p. At least `min_tokens_to_keep`
+    tokens are kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
     """
     at_least = _at_most_all(min_tokens_to_keep, scores)
     kept, known = _nucleus(scores, *candidates(scores, mesh), p, at_least)
@@ -69,9 +69,9 @@ def top_k_top_p(
 
 
 def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
-    """Return `kept` for the rows that the candidates determine, `known bool[rows, 1]`, and `bisected()` for the others.
+    """Return `kept` for rows that the candidates determine (`known bool[rows, 1]`), and `bisected()` for other rows.
 
-    Each warper has only one such condition per step, because a GPU waits for the host at each condition.
+    Each warper has only one conditional per step, because a GPU waits for the host at each conditional.
     """
     return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 
@@ -92,7 +92,7 @@ def _kept(k: jax.Array, at_least: jax.Array, vocab: int) -> jax.Array:
 
 
 def _kth(best: jax.Array, k: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_k keeps, and whether it is known, given the highest scores; both `[rows, 1]`."""
+    """Return the lowest score that top_k keeps, and True if the highest scores determine it; both are `[rows, 1]`."""
     kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
     return jnp.where(k == vocab, -jnp.inf, kth), (k <= best.shape[-1]) | (k == vocab)
 
@@ -104,7 +104,7 @@ def _bisected_top_k(scores: jax.Array, k: jax.Array) -> jax.Array:
 def _nucleus(
     scores: jax.Array, best: jax.Array, ids: jax.Array, p: jax.Array, at_least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the result of `top_p` according to the candidates, and whether they determine it, as bool[rows, 1]."""
+    """Compute `top_p` from the candidates; also return bool[rows, 1], True if the candidates determine the result."""
     vocab, size = scores.shape[-1], best.shape[-1]
     total = jnp.sum(jnp.exp(scores - best[:, :1]), axis=-1, keepdims=True)
     reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total
@@ -115,7 +115,7 @@ def _nucleus(
     threshold = jnp.take_along_axis(best, last, axis=-1)
     count = last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
 
-    # If the threshold is above the lowest candidate, all tokens with this score are candidates.
+    # If the threshold is above the lowest candidate, all tokens whose score equals the threshold are candidates.
     ends = jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size) & (threshold > best[:, -1:])
     tied = (scores == threshold) & (jnp.arange(vocab)[None, :] >= _first_kept(ids, best == threshold, count))
     kept = jnp.where((scores > threshold) | tied | (p >= 1.0), scores, BANNED)
@@ -123,7 +123,7 @@ def _nucleus(
 
 
 def _first_kept(ids: jax.Array, tied: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the lowest of the `count int32[rows, 1]` highest tied ids, all of which are kept, as int32[rows, 1]."""
+    """Return the lowest tied id that is kept, int32[rows, 1]; the `count int32[rows, 1]` highest tied ids are kept."""
     higher = jnp.sum(tied[:, None, :] & (ids[:, None, :] > ids[:, :, None]), axis=-1, dtype=jnp.int32)
     return jnp.min(jnp.where(tied & (higher < count), ids, jnp.iinfo(ids.dtype).max), axis=-1, keepdims=True)
 
@@ -170,7 +170,7 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
-    tokens are kept. Only an int `min_tokens_to_keep` above 1 breaks ties, by the lowest id. mass = 1 keeps all.
+    tokens are kept. Ties are broken (lowest id first) only for an int `min_tokens_to_keep` above 1. mass = 1 keeps all.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
@@ -188,15 +188,15 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
 def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
     """Keep the tokens whose probability is at least the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
 
-    The `min_tokens_to_keep` most likely tokens, and all that tie with the last of them, are always kept. A cutoff of
-    0 keeps all.
+    The `min_tokens_to_keep` most likely tokens, and tokens that tie with the least likely of these, are always kept.
+    A cutoff of 0 keeps all tokens.
     """
     kept = jax.nn.softmax(scores, axis=-1) >= cutoff
     return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
 
 
 def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Apply `epsilon_cutoff`, but lower the cutoff if the entropy H is high: `min(cutoff, sqrt(cutoff) * exp(-H))`.
+    """Apply `epsilon_cutoff` with the cutoff `min(cutoff, sqrt(cutoff) * exp(-H))`, where H is the entropy.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
@@ -208,8 +208,8 @@ def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times the entropy of the 100 most likely tokens.
 
     `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of `-p * log(p)`, where p is a token's
-    probability among these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity keeps
-    all tokens.
+    probability among the 100 tokens. The most likely token is always kept. A value of 1 keeps the 100 most likely
+    tokens, and infinity keeps all tokens.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
@@ -232,7 +232,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
-    If the count is 1 or has one value per row (int32[rows, 1]), all tokens that tie with the last one are also kept.
+    If `count` is 1 or int32[rows, 1] (one value per row), all tokens that tie with the last kept token are also kept.
     """
     if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)

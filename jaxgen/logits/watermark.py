@@ -1,11 +1,11 @@
-"""The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed subset of the vocabulary, and its detector.
+"""The KGW watermark (arXiv 2301.10226, 2306.04634), which adds a bias to the scores of green tokens, and its detector.
 
-A token is green (belongs to this subset) if an integer hash of the key, the context and the token is small enough.
+A token is green if an integer hash of the key, the context and the token is small enough.
 Marking therefore costs O(V), and the detector needs neither the model nor the vocabulary. The green lists differ from
 transformers', which come from torch's random generator and depend on the device. A mark can therefore be detected only
 by the library that made it. jaxgen's lists are the same on every backend, and must not change in later releases.
 
-The key has 32 bits and the hash is not cryptographic: marks of different keys can be told apart, but can be forged.
+The key has 32 bits and the hash is not cryptographic. Marks with different keys can be told apart, but can be forged.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def green(context, token, config: WatermarkingConfig):
     """Return bool[...], True where a token is green after its context. The arguments may be numpy or jax arrays.
 
     Args:
-        context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last one, "selfhash" the last
-            `context_width - 1`.
+        context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last token, and "selfhash" uses the
+            last `context_width - 1` tokens.
         token: int32[...], with at least one axis; broadcast against the context's leading axes.
         config: the config, whose ratio and key may be traced.
     """
@@ -83,8 +83,8 @@ class WatermarkDetectorOutput:
         num_tokens_scored: int64, the number of tokens whose whole context is in the row.
         num_green_tokens: int64, the number of green tokens among the scored tokens.
         green_fraction: float64, the fraction of green tokens.
-        z_score: float64, the number of green tokens minus that expected in unmarked text, in standard deviations.
-        p_value: float64, the probability of at least this z-score in unmarked text, from the normal distribution.
+        z_score: float64, the number of green tokens minus the number expected in unmarked text, in standard deviations.
+        p_value: float64, the probability that unmarked text reaches this z-score, from the normal distribution.
             (The approximation in transformers 4.41.1 lacks a square root.)
         prediction: bool, True if the z-score exceeds the threshold.
         confidence: float64, 1 - p_value.
@@ -108,10 +108,10 @@ class WatermarkDetector:
     [False, False]
 
     Args:
-        config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
+        config: the config used to mark the text, or its dict; only ratio, key, scheme and context width are used.
         bos_token_id: a token that is skipped at the start of a row.
         ignore_repeated_ngrams: count each pair of context and token only once, so that repetition does not look like a
-            mark. (In transformers 4.41.1, this has no effect.)
+            mark. (This argument has no effect in transformers 4.41.1.)
     """
 
     def __init__(

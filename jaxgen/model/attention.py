@@ -1,8 +1,9 @@
 """Grouped-query attention over a cache of one or several parts.
 
-For short inputs, all scores are computed at once; a CPU may compute them per block of queries, without the keys after
-the block. Longer inputs are processed in blocks of queries, of keys (with a running softmax) or both, so that no array
-grows quadratically with the length. The choice depends only on the platform and on static values, such as shapes.
+For short inputs, all scores are computed at once. A CPU may instead process one block of queries at a time and skip the
+keys after that block. Longer inputs are processed in blocks of queries, blocks of keys (with a running softmax), or
+both, so that no array grows quadratically with the length. The choice of method depends only on the platform and on
+static values, such as shapes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from jaxgen.shapes import repeat_rows
 
 # Up to this many queries and slots, all scores are computed at once.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
-# Up to this many queries (a decode step), each key block is read once, in one product for all rows and heads.
+# For up to this many queries, as in a decode step, each key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
-_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # for one row and kv head at a time
+_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # block sizes when one row and kv head is processed at a time
 # On a CPU, up to this many queries and slots, it is faster to compute all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
 # The number of queries per block in `_without_later_keys`, which reads the keys up to the block's last query.
@@ -42,8 +43,8 @@ class Part:
     """Keys and values of one part of the cache, or of the new tokens alone.
 
     Attributes:
-        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B, and batch row b reads row
-            b // (B/n) of the part. Batch rows that share a row of the part read it in one product.
+        keys, values: each `[n, K, S, H]`, stored as in a `KVCache` of `dtype`. n divides B, and batch row b reads row
+            b // (B/n) of the part. Batch rows that read the same row of the part are multiplied by it in one product.
         dtype: the dtype of keys and values when read as floats; static.
     """
 
@@ -57,7 +58,7 @@ class Part:
         return self.keys.shape[2]
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return the keys and values of `size` slots as floats; with `owner`, only for one row and kv head.
+        """Return the keys and values of `size` slots as floats, for all rows or only for one row and kv head, `owner`.
 
         8-bit keys and values are returned unscaled, together with their scales.
         """
@@ -83,18 +84,18 @@ def attention(
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     with_weights: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend from `q [B, A, T, H]` to the keys and values of all parts together.
+    """Attend from the queries `q [B, A, T, H]` to the keys and values of all parts.
 
     Args:
         q: rotated queries; head a reads kv head a // (A/K).
         parts: the parts of the cache, in order.
         visible: the keys that each query may see.
         dropout: applied to the attention weights during training.
-        with_weights: also return the attention weights. With weights or dropout, all scores are computed at once.
+        with_weights: also return the attention weights. Weights and dropout require computing all scores at once.
 
     Returns:
-        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None; S counts the slots
-        of all parts. Only a padding query may see no key at all. Its result is then arbitrary, but finite.
+        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None. S is the number of
+        slots in all parts. Only queries of padding tokens may see no keys; their results are arbitrary, but finite.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -140,7 +141,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, reading only those slots of the last part that the block may see."""
+    """Attend one block of queries at a time, reading only the slots of the last part that its queries may see."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -163,7 +164,7 @@ def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> ja
 
 
 def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from many queries, using the faster of two forms."""
+    """Attend from many queries, using the faster of two implementations."""
     steps, (*before, _), start = q.shape[2], parts, visible.start
     if start is None or steps > _CPU_QUERIES or sum([part.slots for part in before]) + start + steps > _CPU_SLOTS:
         return _over_rows_and_heads(q, parts, visible)
@@ -210,7 +211,7 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
 
 
 def _block_by_block(attend: Callable, q: jax.Array, visible: Visibility, size: int) -> jax.Array:
-    """Apply `attend(q, visible)` to `size` queries at a time. A gradient recomputes one block at a time, too."""
+    """Apply `attend(q, visible)` to `size` queries at a time. The gradient also recomputes one block at a time."""
     batch, heads, steps, width = q.shape
     size = min(size, steps)
 
@@ -234,7 +235,7 @@ def _over_keys(
 ) -> jax.Array:
     """Attend to one block of `size` slots at a time with a running softmax, skipping blocks that no query sees.
 
-    With `owners`, `q [1, G, T, H]` belongs to one row and kv head, whose keys are at `owners[i]` in part i.
+    If `owners` is set, `q [1, G, T, H]` belongs to one row and kv head, whose keys in part i are at `owners[i]`.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1] if owners is None else 1
@@ -259,7 +260,7 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # The total is 0 if no block was processed, because no query sees a key.
+    # If no query sees a key, no block was processed, and the total is 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
@@ -276,8 +277,8 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
 
-    The scores must already be scaled. If the lowest number were scaled, two uses could round it differently, and
-    the exponential of the difference would overflow.
+    The scores must already be scaled. If the lowest number were scaled, its rounding could differ between two uses,
+    and the exponential of the difference would overflow.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 
@@ -302,7 +303,7 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     """Multiply `x [B, A, T, ...]` (or `[B, K, G, T, ...]`) by `part [n, K, S, H]`; return float32[B, K, G, T, ...].
 
-    All queries that read the same kv head of the same row of the part become the rows of one product. They are ordered
+    Queries that read the same kv head in the same row of the part become the rows of one product. The rows are ordered
     by head, so they stay on their devices if a mesh divides the heads.
     """
     owners, kv_heads = part.shape[:2]

@@ -1,16 +1,16 @@
 """The preallocated key-value cache.
 
 A row's tokens are stored in order and without gaps, regardless of padding: slot i contains the row's i-th token. A row
-therefore attends to the same slots whether it runs alone or in a batch, and in any bucket. The filled slots of a row
-always come first, so lowering `length` is enough to drop the row's last tokens.
+therefore attends to the same slots whether it runs alone or in a batch, regardless of the bucket. The filled slots of
+a row always come first, so lowering `length` is enough to drop the row's last tokens.
 
-A cache can extend another cache, its `prefix`, which is read-only. If it has c times as many rows as the prefix, rows
-b*c to b*c + c - 1 share prefix row b. This is how sequences and beams share their prompt's keys and values, and how
+A cache can extend another cache, its `prefix`, which is read-only. If the cache has c times as many rows as the prefix,
+rows b*c to b*c + c - 1 share prefix row b. With a prefix, sequences and beams share their prompt's keys and values, and
 requests share a system prompt. Slot numbers start in the prefix and continue in the cache that extends it.
 
-The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. There are then
-`writers` slots for each token index, one per row, and a table, `owners`, says which of these slots each row reads.
-`select` then changes only the table and the lengths, and moves no keys or values.
+The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
+index then has `writers` slots, one per row, and the table `owners` says which slot each row reads. For rows that
+share slots, `select` changes only `owners` and the lengths; it does not move keys or values.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one pair of arrays `[B, K, S, H]` per layer.
 
-    16-bit keys and values are stored bit for bit as int16, because XLA's CPU compiler would convert a cache of 16-bit
-    floats to float32 and back at every step of a loop. `layer` returns them as floats.
+    16-bit keys and values are stored bit for bit as int16. XLA's CPU compiler would convert a cache of 16-bit
+    floats to float32 and back at every step of a loop. `layer` returns keys and values as floats.
 
     Attributes:
         keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: floats of `dtype`, the bits of 16-bit floats, or
             `ScaledSlots`. If rows share slots, the shape is `[B/writers, K, S*writers, H]`, and token i of writer j is
             at index `i * writers + j`.
         values: stored like the keys, but not rotated.
-        length: int32[B], the number of slots that each row has filled in this part, from the part's first slot on.
+        length: int32[B], the number of slots that each row has filled in this part, counted from its first slot.
         prefix: the cache that this one extends, or None.
-        owners: int32[B, S], the writer of each token of a row, below `writers`; None if each row has its own slots.
+        owners: int32[B, S], the writer of each token, from 0 to `writers - 1`; None if each row has its own slots.
         writers: the number of rows that share slots, static.
         dtype: the dtype of keys and values when read as floats; static.
     """
@@ -67,8 +67,8 @@ class KVCache:
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
         """Return an empty cache with `slots` slots for each of `rows` rows, by default in the model's dtype.
 
-        With the dtype `SCALED`, keys and values are stored in 8 bits with a float32 scale for each head and slot, and
-        read as floats of the model's dtype.
+        With the dtype `SCALED`, keys and values are stored in 8 bits with a float32 scale for each head and slot.
+        Reading keys or values returns floats of the model's dtype.
         """
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
@@ -94,7 +94,7 @@ class KVCache:
         return dataclasses.replace(empty, prefix=self, length=length, owners=owners, writers=copies)
 
     def empty_rows(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of these sizes with the same storage format and prefix."""
+        """Return an empty cache of `rows` rows and `slots` slots, with this cache's storage format and prefix."""
 
         def empty(x: jax.Array) -> jax.Array:
             return jnp.zeros((rows, x.shape[1], slots, *x.shape[3:]), x.dtype)
@@ -114,7 +114,7 @@ class KVCache:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The `cfg.cache_dtype` that a call must have to continue this cache: None, or the name of `SCALED`."""
+        """The value of `cfg.cache_dtype` that is needed to continue this cache: None or the name of `SCALED`."""
         return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
@@ -191,7 +191,7 @@ class KVCache:
 
         Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
         and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
-        share slots, no key or value is copied, and `rows` may select fewer than B rows, equally many for each prompt.
+        share slots, no keys or values are copied, and `rows` may select fewer than B rows, the same number per prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -201,10 +201,10 @@ class KVCache:
         return dataclasses.replace(own, prefix=self.prefix)
 
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
-        """Return a copy of this cache with row i of `source` as row `rows[i]`; `rows` is int32[n], `source` has n rows.
+        """Return a copy of this cache in which the n rows of `source` replace the rows at the indices `rows int32[n]`.
 
-        Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; the others
-        must be distinct. If there is a prefix, it must have a single row and be the prefix of `source` too.
+        Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; all other
+        indices must be distinct. A prefix must have a single row and must also be the prefix of `source`.
 
         Raises:
             InputError: the shapes or dtypes of `source` do not match, the prefix has several rows, or rows share slots.
@@ -219,7 +219,7 @@ class KVCache:
         sizes, given = ([_form(part) for part in cache.parts] for cache in (self, source))
         if sizes != given:
             raise InputError(f"source must have the parts ([K, S, H], dtype) = {sizes}, got {given}")
-        # Each dropped row gets its own index, because the scatter promises unique indices.
+        # Each dropped row gets its own index, because the scatter's indices are declared unique.
         dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
         rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
         part, new = (dataclasses.replace(cache, prefix=None) for cache in (self, source))
@@ -227,7 +227,7 @@ class KVCache:
         return dataclasses.replace(part, prefix=self.prefix)
 
     def expand(self, copies: int) -> KVCache:
-        """Return a copy as a single part with each row repeated `copies` times, like `repeat_interleave`.
+        """Return a copy as a single part with each row repeated `copies` times, like torch's `repeat_interleave`.
 
         `generate` does not need this, because it accepts a cache with one row for several prompts.
         """
@@ -244,7 +244,7 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def drop_last(self, count: jax.Array) -> KVCache:
-        """Drop `count int32[B]` tokens from the end of each row, all in this part. New tokens overwrite them."""
+        """Drop the last `count int32[B]` tokens of each row, which must be in this part. New tokens overwrite them."""
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
@@ -260,7 +260,7 @@ class KVCache:
         """Prepare a write to `slots int32[B, T]` of this part. The write will skip slots past the end.
 
         Returns:
-            The cache, with each row as the owner of its new tokens; and the indices in `keys` and `values` to write to.
+            The cache, in which each row owns its new tokens, and the indices at which to write in `keys` and `values`.
         """
         if self.owners is None:
             return self, slots

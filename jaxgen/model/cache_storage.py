@@ -60,10 +60,10 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
 
 
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
-    """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
+    """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; skip slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head has its own scatter. XLA can therefore write
-    in place inside a loop, even if rows write to different slots, and locally on each device of a mesh.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head has its own scatter operation. XLA can
+    therefore write in place inside a loop, even if rows write to different slots. Devices of a mesh write locally.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

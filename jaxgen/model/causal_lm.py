@@ -1,14 +1,14 @@
 """The decoder-only transformer that all `FAMILIES` share. It maps ids to logits and a cache.
 
-Dimensions, here and in every shape of the package:
+Dimensions, used in all shapes in this package:
     B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
     F mlp width, V vocabulary, L layers.
     In generation: B prompts, R sequences per prompt, P prompt columns, Q negative-prompt columns, N new tokens at most,
     W columns for a row's tokens.
 
-Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] is
-[A*H, D]. As in transformers 4.41.1, RMSNorm, the RoPE angles, the attention softmax and the loss are computed in
-float32, whatever the weights' dtype.
+Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] has the
+shape [A*H, D]. RMSNorm, the RoPE angles, the attention softmax and the loss are computed in float32 for any weight
+dtype, as in transformers 4.41.1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModelOutput:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm (arXiv 1910.07467), computed in float32 and cast back before the weight is applied: `Qwen2RMSNorm`."""
+    """RMS norm (arXiv 1910.07467), computed in float32 and cast back before the weight is applied (`Qwen2RMSNorm`)."""
 
     eps: float
     dtype: str
@@ -115,7 +115,7 @@ def _project(
 
 
 class Embedding(nn.Module):
-    """`torch.nn.Embedding`; a tied model also uses it to compute logits."""
+    """`torch.nn.Embedding`; a model with tied embeddings also uses it to compute logits."""
 
     cfg: ModelConfig
 
@@ -134,7 +134,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped key-value heads: `LlamaAttention`, `Qwen2Attention`, `Qwen3Attention`."""
+    """Attention with grouped key-value heads, as in `LlamaAttention`, `Qwen2Attention` and `Qwen3Attention`."""
 
     cfg: ModelConfig
     window: int | None
@@ -169,7 +169,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward layer (SwiGLU, arXiv 2002.05202): `Qwen2MLP`."""
+    """Gated feed-forward layer (SwiGLU, arXiv 2002.05202), as in `Qwen2MLP`."""
 
     cfg: ModelConfig
 
@@ -183,7 +183,7 @@ class MLP(nn.Module):
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Return the elementwise function with this name. It computes in float32 and rounds once, as torch does."""
+    """Return the elementwise function with this name. The function computes in float32 and rounds once, as in torch."""
     function, options = ACTIVATIONS[name]
     apply = functools.partial(getattr(jax.nn, function), **options)
     return lambda x: apply(x.astype(jnp.float32)).astype(x.dtype)
@@ -196,7 +196,7 @@ def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward layer: `Qwen2DecoderLayer`."""
+    """Pre-norm attention and feed-forward layer, as in `Qwen2DecoderLayer`."""
 
     cfg: ModelConfig
     window: int | None
@@ -238,7 +238,7 @@ class Layers(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeddings, layers and final norm: `Qwen2Model`."""
+    """Embeddings, layers and final norm, as in `Qwen2Model`."""
 
     cfg: ModelConfig
     remat: bool
@@ -301,22 +301,23 @@ class CausalLM(nn.Module):
             attention_mask: `[B, T]`, 0 for padding, which may be on either side; all ones by default. Padding is never
                 attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
             position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
-                masking always uses this index, never `position_ids`.
+                masking always uses the token's index, never `position_ids`.
             segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
                 id form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
-            cache: the cache of the preceding tokens, to which the new tokens are appended; None for a pass without one.
+            cache: the cache of the preceding tokens, to which the new tokens are appended; or None.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
             key_mask: bool[B, n], for the first n tokens of each row, not counting padding: True if a token may be
-                attended to. By default, all may. Later tokens may always be attended to.
+                attended to. By default, all may. Tokens after the first n may always be attended to.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             context: information for the weights; see `Context`.
 
         Raises:
-            InputError: shapes do not fit, or a row's tokens would go past the cache's end, into its prefix, or leave a
-                gap. If the cache's new length is traced, such a row gets NaN logits instead, and nothing is written.
+            InputError: shapes do not fit, or a row's tokens would extend past the cache's end, start in its prefix, or
+                leave a gap. If the cache's new length is traced, a row that does not fit gets NaN logits instead, and
+                its tokens are not written.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
@@ -380,7 +381,7 @@ def forward(
     cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
 ) -> ModelOutput:
     """Run `CausalLM(cfg)` as a function of its parameters."""
-    module: Any = CausalLM(cfg, remat)  # by flax's annotation, `apply` may return a pair
+    module: Any = CausalLM(cfg, remat)  # according to flax's annotation, `apply` may return a pair
     return module.apply({"params": params}, ids, rngs=rngs, **inputs)
 
 

@@ -12,7 +12,7 @@ from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# The jax.nn function for each `hidden_act`, and its options. Names are enough, so this module does not import jax.
+# The name of the jax.nn function for each `hidden_act`, and its options. Using names avoids importing jax here.
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu", {}),
     "relu": ("relu", {}),
@@ -70,11 +70,11 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
 
 # Keys that do not affect the model's results
 _IRRELEVANT = frozenset(
-    # bookkeeping, and how torch should run the model
+    # bookkeeping, and settings for running the model in torch
     "_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash attn_implementation "
     "transformers_version use_cache pretraining_tp torchscript use_bfloat16 return_dict output_attentions "
     "output_hidden_states keys_to_ignore_at_inference chunk_size_feed_forward tokenizer_class name_or_path "
-    # other heads and tasks
+    # keys for other heads and tasks
     "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tf_legacy_loss "
     # encoder-decoder models
     "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder "
@@ -96,7 +96,7 @@ class RopeConfig:
     """Rotary position embedding: its base and, if the context is extended, the parameters of the scaling method.
 
     `type` is default, linear, dynamic, llama3 or yarn, as in transformers' `ROPE_INIT_FUNCTIONS`. Each field after
-    `theta` applies only to some types and is None for the others.
+    `theta` applies only to some types and is None for all other types.
     """
 
     type: str
@@ -114,7 +114,7 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Read RoPE's parameters from a config.json: `rope_theta` and `rope_scaling`, or `rope_parameters`.
+        """Read RoPE's parameters from `rope_theta` and `rope_scaling`, or from `rope_parameters`, in a config.json.
 
         Raises:
             ConfigError: the type is not implemented, or parameters are missing, unknown or invalid.
@@ -124,7 +124,7 @@ class RopeConfig:
         theta = given.pop("rope_theta")
         if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
-        if rope_type == "default":  # transformers writes the original length for this type, but ignores it
+        if rope_type == "default":  # transformers writes this key for the default type, but ignores it
             given.pop("original_max_position_embeddings", None)
         if rope_type == "yarn":
             given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -158,14 +158,14 @@ class RopeConfig:
         if self.type == "default":
             return None
         fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("type", "theta")}
-        # transformers before 4.43 reads "type" instead of "rope_type", and accepts only that key and "factor"
+        # transformers before 4.43 reads "type" instead of "rope_type", and accepts only "type" and "factor"
         names = {"type": self.type} if self.type in ("linear", "dynamic") else {"rope_type": self.type}
         return names | fields
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a model, as described by config.json. It is hashable, so it can be static under jit.
+    """Architecture of a model, as described by config.json. A `ModelConfig` is hashable, so it can be static under jit.
 
     Fields that also exist in config.json have the same names there.
 
@@ -173,7 +173,7 @@ class ModelConfig:
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
         qk_norm: whether queries and keys are normalized.
-        windows: for each layer, the maximum number of tokens that a token attends to, including itself; None for all.
+        windows: for each layer, the maximum number of tokens that a token attends to, including itself, or None.
         dtype: the dtype of the checkpoint's weights.
     """
 
@@ -219,11 +219,11 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Most values that affect results are required. The biases and the head size are not, because they are
-        checked against the tensors on loading. Sliding windows work as in transformers 5: a token sees at most
-        `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
-        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects (4.41.1
-        applies them to all layers).
+        `dtype`. Most values that affect results are required. The biases and the head size are optional, because they
+        are checked against the tensors when a checkpoint is loaded. Sliding windows work as in transformers 5: a token
+        sees at most `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
+        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects (in
+        4.41.1, in all layers).
 
         Raises:
             ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.
@@ -276,7 +276,7 @@ class ModelConfig:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Read a config.json: return the values of `_FIELDS` and the dtype, and a list of all problems."""
+    """Return the values of `_FIELDS` and the dtype in a config.json, and a list of all problems."""
     fields = {
         name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
         for name, field in _FIELDS.items()

@@ -55,13 +55,13 @@ def flag(default: Any = REQUIRED) -> Field:
 
 
 def one_of(names: Iterable[str]) -> Field:
-    """Return a field for one of these strings."""
+    """Return a field whose value must be one of `names`."""
     names = tuple(names)
     return Field(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def list_of(names: tuple[str, ...]) -> Field:
-    """Return an optional field for a list of some of these strings."""
+    """Return an optional field whose value is a list of strings from `names`."""
 
     def fits(value: Any) -> bool:
         return isinstance(value, list | tuple) and all(name in names for name in value)

@@ -1,4 +1,4 @@
-"""`Context`: what the weights need to know about a pass through the model."""
+"""`Context`: information that weights need about a pass through the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 @flax.struct.dataclass
 class Context:
-    """Information about one pass through the model, handed to every weight's `product`.
+    """Information about one pass through the model, which every weight's `product` method receives.
 
     Attributes:
         divided: whether the weights are split across a mesh, which rules out some ways to compute a product; None

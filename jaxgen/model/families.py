@@ -40,7 +40,7 @@ class Family:
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the feed-forward layer has biases.
         qk_norm: whether each head's queries and keys pass through an RMSNorm before RoPE.
-        required: config.json keys that this family requires and others do not.
+        required: config.json keys that are usually optional, but required for this family.
     """
 
     architecture: str
@@ -107,7 +107,7 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# No windows. Checkpoints converted from another family may still have these keys, but only with windows switched off.
+# No windows. Checkpoints converted from another family may still have the keys for windows, but only switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
 # Windows if `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)

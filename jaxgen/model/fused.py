@@ -30,7 +30,7 @@ def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict
     per layer. `save_hf` writes the original matrices.
 
     Args:
-        params: nested as `load_hf` returns them, quantized or not.
+        params: the nested parameters, as returned by `load_hf`, quantized or not.
         donate: delete the original arrays as they are fused, so that the weights are not in memory twice.
 
     Raises:

@@ -30,8 +30,8 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Usually, a product converts the values to the dtype of the rows, which is exact. For 3 to 8 rows of 16-bit floats on
-    a CPU, this would take longer than the product itself, so the rows are converted to 8 bits instead. Each row becomes
+    Usually, a product converts the values exactly to the dtype of the rows. For 3 to 8 rows of 16-bit floats on a CPU,
+    this conversion would take longer than the product. Instead, the rows are converted to 8 bits. Each row becomes
     one scale and, per channel, a pair of 8-bit numbers. A pair has 15 bits and is more precise than bfloat16.
 
     Attributes:
@@ -67,7 +67,7 @@ class Int8:
         return self.values.shape
 
     def specs(self, spec: PartitionSpec) -> Int8:
-        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 

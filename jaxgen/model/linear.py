@@ -16,7 +16,7 @@ from jaxgen.model.weights import Weight
 def linear(
     x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = NO_CONTEXT
 ) -> jax.Array:
-    """Map `x [..., D]` to `x Wᵀ + b`, `[..., F]` in x's dtype. The shape of `weight` is [F, D], as in torch.
+    """Map `x [..., D]` to `x Wᵀ + b`, of shape `[..., F]` and x's dtype. The shape of `weight` is [F, D], as in torch.
 
     Products are accumulated in float32. As in torch, float32 operands are never rounded to lower precision, regardless
     of `jax_default_matmul_precision`.
@@ -43,7 +43,7 @@ def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
 
 
 def precision(dtype) -> lax.Precision | None:
-    """Return the precision at which products of this dtype match torch's: full float32, not TF32 or bfloat16."""
+    """Return the precision at which products of this dtype match those in torch: full float32, not TF32 or bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 

@@ -10,7 +10,7 @@ from jaxgen.errors import InputError
 
 
 def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the next-token cross-entropy, summed over the labels that are not -100, and the number of such labels.
+    """Return the summed next-token cross-entropy and the number of labels, not counting labels that are -100.
 
     Args:
         logits: float32[B, T, V].
@@ -56,6 +56,6 @@ _cross_entropy.defvjp(_keep, _gradient)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean loss over the labels that are not -100; NaN if there are none, as in torch."""
+    """Return the mean loss over the labels that are not -100; NaN if all labels are -100, as in torch."""
     total, count = next_token_loss(logits, labels)
     return total / count

@@ -20,7 +20,7 @@ from jaxgen.shapes import repeat_rows
 
 
 class _Updated:
-    """Base class of matrices with updates. Updates do not change the matrix's shape or dtype."""
+    """Base class for matrices with low-rank updates. Updates do not change the matrix's shape or dtype."""
 
     weight: jax.Array | Weight
 
@@ -53,7 +53,7 @@ class LowRank(_Updated):
     b: jax.Array
 
     def specs(self, spec: PartitionSpec) -> LowRank:
-        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
         outputs, inputs = spec or (None, None)
         factors: Any = PartitionSpec(None, inputs), PartitionSpec(outputs, None)
         return LowRank(self._specs(spec), *factors)
@@ -82,7 +82,7 @@ class Adapters(_Updated):
         a: `[n, p, r, D]`, for n updates; updates of lower rank are padded with zeros. A matrix fused from p parts has
             separate factors for each part; otherwise, p is 1.
         b: `[n, r, F]`.
-        ends: the column where each part ends, static; the last one is F.
+        ends: the column where each part ends, static; the last entry is F.
     """
 
     weight: jax.Array | Weight
@@ -99,13 +99,13 @@ class Adapters(_Updated):
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
 
     def part(self, number: int) -> Adapters:
-        """Undo `fused`: return the part with this index."""
+        """Undo `fused`, and return the part with the index `number`."""
         start, end = (0, *self.ends)[number], self.ends[number]
         weight = jax.tree.map(lambda array: array[start:end], self.weight)
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
-        """Return the `PartitionSpec` of each array; `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
         outputs, inputs = spec or (None, None)
         a: Any = PartitionSpec(None, None, None, inputs)
         b: Any = PartitionSpec(None, None, outputs)
@@ -145,6 +145,6 @@ def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def adapter_count(params: Any) -> int:
-    """Return the number of adapters in `params` that a row can choose from."""
+    """Return the number of adapters in `params` from which rows can choose; 0 if rows cannot choose."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Adapters))
     return next((leaf.a.shape[0] for leaf in leaves if isinstance(leaf, Adapters)), 0)

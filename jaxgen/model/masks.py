@@ -1,6 +1,6 @@
-"""Placement of new tokens: their positions, their cache slots, and the tokens that each may attend to.
+"""Placement of new tokens: their positions, their cache slots, and the tokens to which they may attend.
 
-All three are computed from a token's index in its row, which counts real tokens only.
+Positions, slots and visible tokens are computed from a token's index in its row, which does not count padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Visibility:
         keys: for each part of the cache, int32[B, S], the index of the token in each slot; `EMPTY` for an empty slot or
             a hidden token.
         first: int32[B, T], the index of the first token that each query may see; None means 0.
-        window: the maximum number of tokens that a query may see, static; None for all.
+        window: the maximum number of tokens that a query may see, static; None for no limit.
         start: static, the slot in the last part at which the new tokens of all rows begin; None if unknown. Query i
             does not see the slots after `start + i`.
     """
@@ -67,7 +67,7 @@ class Visibility:
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
-        """Restrict to queries `begin` to `end - 1` and to the first `slots` slots of the last part."""
+        """Select queries `begin` to `end - 1`, and the first `slots` slots of the last part."""
         first = None if self.first is None else self.first[:, begin:end]
         keys = (*self.keys[:-1], self.keys[-1][:, :slots])
         return Visibility(self.queries[:, begin:end], keys, first, self.window)
@@ -87,7 +87,7 @@ class Visibility:
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
-    """Return each token's index in its row, int32[B, T]; the rows already have `start [B]` tokens."""
+    """Return each token's index in its row, int32[B, T], for rows that already have `start [B]` tokens."""
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
@@ -115,8 +115,8 @@ def allocate_slots(
     """Assign slots to the new tokens marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache; the tokens' indices in their rows, int32[B, T]; the tokens' indices in the last part's arrays,
-        int32[B, T], past the end for padding and overflow; and bool[B], True for rows whose tokens do not fit.
+        The cache; each token's index in its row, int32[B, T]; its index in the last part's arrays, int32[B, T]; and
+        bool[B], True for rows whose tokens do not fit. Padding and overflow have indices past the end of the arrays.
     """
     batch, steps = mask.shape
     if cache.rows != batch:
@@ -127,7 +127,7 @@ def allocate_slots(
     _check_fits(cache, start, length)
     order = slots + cache.prefix_length[:, None]
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
-    # Each dropped token gets its own slot past the end, because the scatter promises unique indices.
+    # Each dropped token gets its own slot past the end, because the scatter's indices are declared unique.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & ~misplaced[:, None], slots, dropped)
     cache, places = cache.places(slots)
@@ -194,7 +194,7 @@ def place(
     """Place the new tokens, with embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
 
     Return the tokens' placement, the cache with its new lengths, and bool[B], True for rows whose tokens do not fit.
-    The last two are None without a cache.
+    Without a cache, the last two results are None.
     """
     batch, steps, _ = x.shape
     mask = _mask(attention_mask, batch, steps)

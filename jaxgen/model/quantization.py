@@ -1,4 +1,4 @@
-"""Built-in kinds of quantized weights, by their names in the argument `quantize`.
+"""Built-in kinds of quantized weights, by the names that the argument `quantize` accepts.
 
 This module does not import jax, so the commands can list the names in their help without loading jax.
 """
@@ -26,7 +26,7 @@ def kind_of(quantize: Any) -> type[Quantized] | None:
     """Return the class that `quantize` names, or `quantize` itself if it is a class; None for "none" and None.
 
     Raises:
-        ConfigError: `quantize` has any other value.
+        ConfigError: `quantize` is not a valid name or class.
     """
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize

@@ -17,8 +17,8 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
     Args:
         cfg: the model's config.
         positions: int32[B, T].
-        valid: bool[B, T], False for padding. Only the dynamic type uses this mask: a row's base grows with the largest
-            position in that row. (transformers uses the largest position in the batch.)
+        valid: bool[B, T], False for padding. Only the dynamic type of RoPE uses this mask, because its base grows with
+            the largest position in a row. (transformers uses the largest position in the batch.)
         dtype: the dtype of the result; angles are always float32.
     """
     if cfg.rope.type == "dynamic":
@@ -38,10 +38,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return float32[H/2], the radians per position, and a factor for the cosines and sines (1 except for yarn).
+    """Return the radians per position, float32[H/2], and a factor for the cosines and sines (1 except for yarn).
 
-    Both follow transformers' `ROPE_INIT_FUNCTIONS`: linear is position interpolation (arXiv 2306.15595), llama3 comes
-    from the Llama 3.1 release, and yarn is arXiv 2309.00071.
+    The radians and the factor follow transformers' `ROPE_INIT_FUNCTIONS`. The type linear is position interpolation
+    (arXiv 2306.15595), llama3 comes from the Llama 3.1 release, and yarn is described in arXiv 2309.00071.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1.0) / np.float32(rope.theta) ** exponent
@@ -56,7 +56,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 
 
 def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return float32[B, 1, H/2] with an NTK-aware base per row, as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    """Return the radians per position, float32[B, 1, H/2], as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
     dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
     assert rope.factor is not None
     length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)

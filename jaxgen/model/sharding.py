@@ -1,12 +1,12 @@
 """Sharding of parameters, caches and rows over the devices of a mesh.
 
 A mesh has two axes: `data` divides the rows of a batch, and `model` divides every matrix. XLA's partitioner derives all
-communication from this: in each layer, a sum after `o_proj` and one after `down_proj`, as in Megatron-LM (arXiv
-1909.08053), and one sum after the embedding.
+communication from these axes. Each layer needs a sum after `o_proj` and a sum after `down_proj`, as in Megatron-LM
+(arXiv 1909.08053), and the embedding needs one sum.
 
-If `model` is larger than the number of key-value heads, several devices store the same head. Arrays therefore live
-on another mesh of the same devices, in which two axes replace `model`: the new `model` divides the key-value heads, and
-`copies` replicates them.
+If `model` is larger than the number of key-value heads, several devices store the same head. Arrays are therefore
+placed on another mesh of the same devices. Two axes of that mesh replace `model`: the new `model` divides the key-value
+heads, and `copies` replicates them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
 _OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
 
-# The partitioning of each layer's matrix [out, in], by the layer's name. A bias is divided like the matrix's outputs;
-# all other parameters are replicated.
+# The partitioning of each layer's matrix [out, in], by the layer's name. A bias is divided like the matrix's outputs.
+# All other parameters are replicated.
 _MATRICES = {
     "embed_tokens": _OUTPUTS,
     "lm_head": _OUTPUTS,
@@ -50,15 +50,14 @@ REPLICATED = PartitionSpec()
 
 
 def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh for a model's arrays: the same devices, with the axes `data`, `model` and `copies`.
+    """Return a mesh for a model's arrays, with the devices of `mesh` and the axes `data`, `model` and `copies`.
 
     Args:
         model: the model's config.
-        mesh: a mesh with the axes `data` and `model`, either of which may be missing, or a result of this function.
+        mesh: a mesh with the axes `data` and `model` (either may be missing), or a result of this function.
 
     Raises:
-        InputError: the mesh has axes other than these, or the size of its `model` axis does not divide the model's
-            dimensions.
+        InputError: the mesh has other axes, or the size of its `model` axis does not divide the model's dimensions.
         TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     if not isinstance(mesh, Mesh):
@@ -89,7 +88,7 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 
     Raises:
         InputError: the mesh has axes other than `data` and `model`, the size of its `model` axis does not divide the
-            model's dimensions, or the parameters have fused projections.
+            model's dimensions, or some projections are fused.
         TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     mesh = divide(model, mesh)
@@ -105,7 +104,7 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 
 
 def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the sharding of each parameter, by its dotted name; `mesh` is as in `divide`.
+    """Return the sharding of each parameter, by its dotted name, for a mesh that `divide` accepts.
 
     If any parameters are `Weight`s, pass all parameters by dotted name as `weights`, because each array of a `Weight`
     has its own sharding.
@@ -125,7 +124,7 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that the parameters are sharded over; None if there is no mesh or, under jit, it is unknown.
+    """Return the mesh over which the parameters are sharded, or None if there is no mesh or it is unknown under jit.
 
     Raises:
         InputError: the caller has set a mesh with Explicit axes, which jax cannot combine with a different mesh.
@@ -167,7 +166,7 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
     everywhere = NamedSharding(mesh, REPLICATED)
 
     def copy(x: Any) -> jax.Array:
-        if isinstance(x, np.ndarray):  # `device_put` would compare them across processes
+        if isinstance(x, np.ndarray):  # `device_put` would compare host arrays across processes
             return jax.make_array_from_callback(x.shape, everywhere, lambda part: x[part])
         return jax.device_put(x, everywhere) if mesh_of(x) is None else x
 
@@ -187,11 +186,12 @@ def sharded_top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
 
-    On a mesh, each device finds the largest entries in its part of V, and only these are exchanged. Unless `stable`,
-    equal entries may be in any order.
+    On a mesh, each device finds the largest entries in its part of V, and only these entries are exchanged. If
+    `stable` is False, equal entries may be in any order.
 
     Returns:
-        The entries, or the entries of `values` (shaped like x) at the same positions; and the positions, 0 to n*V - 1.
+        The largest entries, or the entries of `values` (shaped like `x`) at the same positions; and the positions,
+        from 0 to n*V - 1.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

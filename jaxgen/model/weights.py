@@ -1,4 +1,4 @@
-"""Weights as a layer sees them: plain arrays, or classes such as `LowRank` with a different representation."""
+"""Weights as layers use them: plain arrays, or classes with a different representation, such as `LowRank`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxgen.model.context import Context
 
 @runtime_checkable
 class Weight(Protocol):
-    """A matrix `[F, D]` that is not stored as a plain array. It is a pytree that replaces an array in the parameters.
+    """A matrix `[F, D]` that is not stored as a plain array. A weight is a pytree that replaces a parameter array.
 
     A new kind of weight is a class with these members. Layers use the members only through `jaxgen.model.linear`.
     """
@@ -33,7 +33,7 @@ class Weight(Protocol):
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each array, in a tree like this one; `spec` is that of the matrix."""
+        """Return the `PartitionSpec` of each array, in a tree like the weight itself, given the matrix's `spec`."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
@@ -41,7 +41,7 @@ class Weight(Protocol):
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` as `[B, T, D]`; an id outside [0, F) gives NaN."""
+        """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
         ...
 
 
@@ -49,8 +49,8 @@ class Weight(Protocol):
 class Quantized(Weight, Protocol):
     """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
 
-    The first axis of each array indexes the matrix's rows, and each entry must depend only on its row, so that rows can
-    be converted, read and concatenated separately. No array depends on `dtype`. The first array is not floating-point.
+    The first axis of each array indexes the matrix's rows. Each entry must depend only on its row, so that rows can be
+    converted, read and concatenated separately. No array depends on `dtype`. The first array does not contain floats.
 
     Attributes:
         name: the value of `quantize` for this kind; a checkpoint stores such weights in `model.{name}.safetensors`.
@@ -65,7 +65,7 @@ class Quantized(Weight, Protocol):
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Self:
-        """Return a weight of numpy arrays that represents `matrix float32[n, D]` in `dtype`.
+        """Return a weight, stored in numpy arrays, that represents `matrix float32[n, D]` in `dtype`.
 
         Raises:
             InputError: the matrix cannot be represented. The message is a predicate, such as "is not finite".
@@ -73,7 +73,7 @@ class Quantized(Weight, Protocol):
         ...
 
     def to_matrix(self) -> np.ndarray:
-        """Return the matrix that a weight of numpy arrays represents, as float32[n, D]."""
+        """Return the represented matrix as float32[n, D]; the weight must be stored in numpy arrays."""
         ...
 
 
@@ -86,7 +86,7 @@ def has_quantized(params: Any) -> bool:
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
     """Return a parameter of a layer: an array or, for a matrix, possibly a `Weight`.
 
-    Every layer declares its parameters here. Under `init` they are created as arrays of `dtype`.
+    Every layer declares its parameters with this function. Under `init`, parameters are created as arrays of `dtype`.
 
     Raises:
         InputError: the parameter is missing or does not fit.

@@ -1,13 +1,13 @@
 """Alternative forms of the model's operations that work around limitations of XLA's compilers.
 
-A function whose first argument is `plain` returns the result of `plain` for the other arguments, but computes that
-result in a different form where a platform needs it. The CPU forms were measured with jax 0.10.2 and 0.12.0.1, the GPU
-forms with the compiler for an H100 with jax 0.10.2 to 0.11.2.
+A function whose first argument is `plain` returns the result of `plain` for the other arguments. On some platforms, the
+function computes this result in a different form. The CPU forms were measured with jax 0.10.2 and 0.12.0.1. The GPU
+forms were measured with the compiler for an H100, with jax 0.10.2 to 0.11.2.
 
-`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile for a CPU without each form, and
-`tests/test_compilers.py` does so for a GPU. Such a test fails once the compiler no longer needs the form, which can
-then be removed. Only a benchmark (`python -m benchmarks workarounds`) shows that `in_lanes` and `weight_first` are
-faster. No test compiles without `add_updates`.
+`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` test what the CPU compiler does without each form, and
+`tests/test_compilers.py` does the same for the GPU compiler. A test fails once the form that it covers is no longer
+needed and can be removed. Only a benchmark (`python -m benchmarks workarounds`) shows that `in_lanes` and
+`weight_first` are faster. No test checks whether `add_updates` is still needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxgen.shapes import at_most
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
 # On a CPU, a product with up to this many rows has the weight as its left operand, if the weight has more rows.
-# Without AMX, this is faster for up to 256 rows; with AMX, a product with 128 rows is 1.6 times slower this way.
+# Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
 _SOME_ROWS = 32
 # Since jax 0.11, up to this many 16-bit rows are faster as the left operand, if they are not wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
@@ -37,14 +37,14 @@ _UNSTABLE: dict[str, Any] = {"is_stable": False} if jax.__version_info__ >= (0, 
 
 _LANES = 32
 _LANES_ROWS = 2
-# XLA splits a sum of more than 32 terms into several passes, which store every product. Even counts unroll best.
+# XLA splits a sum of more than 32 terms into passes that store every product. Even numbers of terms unroll best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
-# On a GPU, one kernel sums up to this many numbers; 18,944 numbers, the MLP width of a 7B model, need two kernels.
+# On a GPU, one kernel sums up to this many numbers. The MLP width of a 7B model, 18,944, needs two kernels.
 _LONGEST_SUM = 9472
 # Up to this many bytes of keys or values are assumed to be in a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
-# Up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
+# For up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
 # With up to this many rows, a GPU multiplies each row only by the update of its own adapter.
 _FEW_ROWS = 32
@@ -56,8 +56,8 @@ _FEW_ROWS = 32
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. It moves
-    nothing out of a branch. If `first` is all NaN, this branch is not taken, and all floats of the result are NaN.
+    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. Nothing
+    is moved out of a branch. If `first` is all NaN, this branch is not taken, and all floats in the result are NaN.
     """
 
     def not_numbers(*arguments):
@@ -67,10 +67,10 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to their own precision. This changes no value, but XLA treats it as an operation.
+    """Round float32 numbers to their own precision. The rounding changes no value, but XLA treats it as an operation.
 
     XLA therefore does not combine the operations before and after the rounding, but may still fuse them into one
-    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases remove it before combining.
+    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases drop the barrier too early.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -82,9 +82,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and must then store the results after
-    all (this did not happen in our tests with jax 0.12.0.1). Here, recomputation must wait for the gradient of the
-    result. Forward-mode differentiation is not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute values too early, and then has to store them (not observed
+    with jax 0.12.0.1). Here, recomputation must wait for the gradient of the result. Forward-mode differentiation is
+    not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -116,7 +116,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
 
 
 def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
-    """Return `plain(rows, weight)`: `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F].
+    """Return `plain(rows, weight)`, which is `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F].
 
     `divided` says whether the weight is split across a mesh: see `Context`.
     """
@@ -148,14 +148,14 @@ def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) 
     """Multiply one 16-bit row together with a row of zeros; `axis` is the axis of the rows in `row` and in the result.
 
     For one 16-bit row, XLA's CPU product converts the weights to float32 and, in a loop, stores a float32 copy of all
-    weights. With two or more rows, it reads the weights without converting them.
+    weights. With two or more rows, the product reads the weights without converting them.
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
 
 
 def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply with the weight as the left operand: `plain(weight, rows)`, transposed.
+    """Multiply with the weight as the left operand; return `plain(weight, rows)`, transposed.
 
     XLA's CPU product packs its right operand in every call, so the smaller operand should be the right one. Rounding
     keeps XLA from swapping float operands, and a barrier does the same for integers.
@@ -165,15 +165,15 @@ def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Arr
 
 
 def fits_lanes(rows: int, columns: int) -> bool:
-    """Return True if `in_lanes` handles this many rows of this many columns."""
+    """Return True if `in_lanes` supports this number of rows and columns."""
     return at_most(rows, _LANES_ROWS) and columns % _LANES == 0 and _terms(columns) > 0
 
 
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """On a CPU, multiply one or two rows `[n, D]` by the transposed 16- or 8-bit `weight [F, D]`; return float32[n, F].
 
-    For so few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, the
-    weights are read once, as stored. Vector instructions add the products of `_LANES` adjacent columns to `_LANES`
+    For one or two rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here,
+    the weights are read once, as stored. Vector instructions add the products of `_LANES` adjacent columns to `_LANES`
     separate sums; a single sum over adjacent columns could not use such instructions.
     """
     return in_branch(_in_lanes, rows, weight)
@@ -184,8 +184,8 @@ def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
-    # Sum over the terms, the lanes, and the groups. XLA merges sums with equal initial values into one with too many
-    # terms. A barrier would also prevent this but, since jax 0.11.1, would block fusion, so each sum would be stored.
+    # Sum over terms, lanes and groups. XLA would merge sums with equal initial values into one that has too many terms.
+    # A barrier would also keep the sums apart but, since jax 0.11.1, would block fusion, so each sum would be stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
         sums = _lane_sum(sums, axis, initial)
     return sums
@@ -201,9 +201,9 @@ def _terms(columns: int) -> int:
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
-    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. XLA
-    compiles a sum with rounding itself. Devices cannot combine the parts of such a sum, so no axis may be split across
-    a mesh.
+    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. A sum
+    with rounding is compiled by XLA itself. Devices cannot combine parts of a sum with rounding, so no axis may be
+    split across a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
 
@@ -211,9 +211,9 @@ def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
 def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
     """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
 
-    The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
-    also splits long sums. `in_parts` cuts such sums into equally long parts that share one kernel. `in_parts`
-    must be False for a weight that may be split across a mesh, because the columns may be on several devices.
+    The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. The
+    compiler also splits long sums. If `in_parts` is True, a long sum is cut into equal parts that share one kernel.
+    `in_parts` must be False for a weight that may be split across a mesh, whose columns may be on several devices.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1
@@ -228,8 +228,8 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
     """Return `plain(ids, table)`, computed inside a branch on a CPU; the rows for ids past the table's end are NaN.
 
-    To gather from a 16-bit table, XLA's CPU compiler (but not in jax 0.12.0.1) converts the table to float32 and, in a
-    loop, stores the whole copy. Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
+    To read from a 16-bit table, XLA's CPU compiler converts the table to float32 and, in a loop, stores the whole copy
+    (not with jax 0.12.0.1). Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
     """
     if table.dtype == jnp.float32:
         return plain(ids, table)
@@ -245,20 +245,20 @@ def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def stored_dtype(dtype: str) -> np.dtype:
-    """Return the dtype in which a cache stores keys and values of `dtype`; 16-bit floats are stored as bits.
+    """Return the dtype in which a cache stores keys and values of `dtype`: int16 for 16-bit floats, otherwise `dtype`.
 
-    To write to an array of 16-bit floats, XLA's CPU compiler converts the whole array (not in jax 0.12.0.1). The bits
-    are signed because, before jax 0.11.2, XLA's GPU compiler does not fuse reading unsigned 16-bit numbers with
-    attention.
+    To write to an array of 16-bit floats, XLA's CPU compiler converts the whole array (not in jax 0.12.0.1). The
+    integers are signed because, before jax 0.11.2, XLA's GPU compiler does not fuse reads of unsigned 16-bit numbers
+    with attention.
     """
     return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
 
 def top_k(x: jax.Array, count: int, stable: bool = True) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k(x, count)`; unless `stable`, equal entries may be in any order.
+    """Return `lax.top_k(x, count)`; if `stable` is False, equal entries may be in any order.
 
-    Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything. If the order
-    does not matter, a GPU finds up to 128 entries without sorting, since jax 0.11.
+    Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything. Since jax
+    0.11, a GPU finds up to 128 entries without sorting if the order of equal entries does not matter.
     """
     return lax.optimization_barrier(lax.top_k(x, count, **({} if stable else _UNSTABLE)))
 
@@ -273,8 +273,8 @@ def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
     """Normalize a row together with a row of zeros.
 
-    XLA's GPU compiler recognizes a norm only if it has several rows. It then fuses the norm with the product that
-    follows, but not if rows are concatenated before the norm or sliced after it.
+    XLA's GPU compiler recognizes a norm only if it has several rows. The compiler then fuses the norm with the
+    product after it, unless rows are concatenated before the norm or sliced after it.
     """
     is_first = jnp.arange(2)[:, None] == 0
     rows = plain(jnp.where(is_first, row, 0), weight)
@@ -284,8 +284,8 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 def for_head(x: jax.Array) -> jax.Array:
     """Return the normalized hidden states `x`, the head's input.
 
-    A GPU's kernel that also computes the norm of a single row reads the weights more slowly. For the 0.5B model, a step
-    on an H200 takes 687 us instead of 711 us if the norm is not fused with the head.
+    A GPU kernel that computes the norm of a single row as well as the logits reads the weights more slowly. For the
+    0.5B model, a step on an H200 takes 687 us instead of 711 us if the norm is not fused with the head.
     """
     if x.shape[:-1] != (1, 1):
         return x
@@ -293,7 +293,7 @@ def for_head(x: jax.Array) -> jax.Array:
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Return `plain(x, part)`: queries times a part's keys `[n, K, S, H]`, or weights times its values.
+    """Return `plain(x, part)`, which is queries times a part's keys `[n, K, S, H]` or weights times its values.
 
     If only one query of each row reads the part, a GPU computes the product as sums. The compiler fuses sums of
     products with the operations before and after them, so fewer kernels are needed. Each head of a group then reads the
@@ -341,8 +341,8 @@ def _add_of_each(
 ) -> jax.Array:
     """Add each row's update, `narrow [rows, n, p, r]` times the `b` of the row's adapter, without a matrix product.
 
-    XLA's GPU compiler fuses this into one kernel (with jax 0.10.2) if all look-ups in `narrow` are a single gather with
-    scalar indices, and `narrow` is not rounded. The results of a fused matrix are used several times; without the
+    With jax 0.10.2, XLA's GPU compiler fuses the update into one kernel if a single gather with scalar indices reads
+    `narrow`, and `narrow` is not rounded. The results of a fused matrix are used several times; without the
     barrier, each use would recompute the sums.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape

@@ -31,7 +31,7 @@ class Assistant:
 
 
 def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, GenerationConfig]:
-    """Check a call's `assistant`. Return it with the call's drafting settings, and the call's config without them.
+    """Check `assistant`. Return the assistant with the call's drafting settings, and `cfg` without these settings.
 
     Raises:
         InputError: the assistant's parameters do not match its config, or its vocabulary differs from the model's.
@@ -90,7 +90,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Return `run` with a run of the draft model: the assistant or, if there is none, the model's first layers."""
+    """Add a run of the draft model to `run`. The draft model is the assistant, if any, or the model's first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

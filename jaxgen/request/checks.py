@@ -165,8 +165,8 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
     """Warn if a row cannot reach its minimum length within its budget, or may exceed the model's context.
 
-    transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings. Both arrays are int32[B].
-    `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings.
+    transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings. `lengths` and `budget`
+    are int32[B]. `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings.
     """
     longest, model = int((lengths + budget).max()), cfg.model
     if longest > model.max_position_embeddings and longest > (context := model.context_length):

@@ -1,4 +1,4 @@
-"""The driver of eager calls: compiled programs for a whole run, or for a run in chunks that the host can watch."""
+"""Run eager calls, either as one compiled program or in chunks that the host can watch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RowStreamer(Protocol):
         """Receive the next tokens of a row, int32[n]. If `ended`, they are the row's last tokens, and n may be 0."""
 
     def end(self) -> None:
-        """Finish the stream. Rows that `max_time` has cut off were not reported as ended."""
+        """Finish the stream. Rows that `max_time` cut off have not been reported as ended."""
 
 
 def has_methods(streamer: Any, *names: str) -> bool:
@@ -68,7 +68,7 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
 
 
 def compile_for(prepared: Prepared, watched: bool) -> None:
-    """Compile the programs that `run_whole` or `run_watched` needs for calls like this one, by generating one token."""
+    """Generate one token, to compile the programs that `run_whole` or `run_watched` needs for similar calls."""
     run, mode = prepared.run, prepared.mode
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
@@ -83,8 +83,8 @@ def compile_for(prepared: Prepared, watched: bool) -> None:
 def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
     """Run a call in chunks, dispatching each chunk before the tokens of the previous chunk are read.
 
-    The first chunk is read before the second is dispatched, so that the first tokens need not wait for a compilation.
-    The run stops at `deadline`, a time as measured by `time.monotonic`, unless it is None.
+    The first chunk is read before the second is dispatched, so that the first tokens do not wait for a compilation.
+    Unless `deadline` is None, the run stops at this time, as measured by `time.monotonic`.
     """
     run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")
 
@@ -111,9 +111,9 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 
 
 def _stream(streamer: Any, by_row: bool, before: Any, now: Any) -> None:
-    """Stream what is new since `before`: the tokens of each row, or the steps that all rows have taken.
+    """Stream everything new since `before`: the tokens of each row, or the steps that all rows have completed.
 
-    `now` is a `Progress` on the host. `before` is an earlier one, or None at first.
+    `now` is a `Progress` on the host. `before` is an earlier `Progress`, or None at first.
     """
     if not by_row:
         for column in range(0 if before is None else int(before.steps), int(now.steps)):

@@ -16,8 +16,8 @@ T = TypeVar("T")
 def without_gradient(tree: T) -> T:
     """Return the tree unchanged. Differentiating with respect to its arrays raises an error before compilation.
 
-    This is a differentiation rule rather than a check of the arrays, because an array under a jit inside the
-    differentiated function does not show that it is being differentiated.
+    The error comes from a differentiation rule. A check of the arrays would not be enough: under a jit inside the
+    differentiated function, an array does not show that it is being differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
     traced = {}

@@ -20,11 +20,11 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
     """Return the prompts without their last tokens, and an automaton for texts that start with these tokens' bytes.
 
-    If the last token starts in the middle of a character, all tokens from the start of this character on are removed,
-    so that the answer starts with a whole character. A prompt stays unchanged if its last token has no text (like a
-    special token) or is its only token. Columns before the removed tokens move right, so the width does not change.
+    If the last token starts in the middle of a character, all tokens from the start of this character are removed. The
+    answer then starts with a whole character. A prompt stays unchanged if its last token has no text (like a special
+    token) or is its only token. Columns before the removed tokens move right, so the width does not change.
 
-    `allowed` is the caller's `prefix_allowed_tokens_fn`, and `tokenizer` a `Tokenizer` or None.
+    `allowed` is the caller's `prefix_allowed_tokens_fn`, and `tokenizer` is a `Tokenizer` or None.
 
     Raises:
         InputError: the prompts have no ids, there is no tokenizer, or `prefix_allowed_tokens_fn` is also set.

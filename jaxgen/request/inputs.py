@@ -58,8 +58,8 @@ def token_ids(given, model: ModelConfig) -> Array:
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
     """Return the prompts that the caller passed: the ids, int32[B, P], and the embeddings, `[B, P, D]` or None.
 
-    If only embeddings were passed, all ids are `UNKNOWN`. If neither was passed, the prompt is `bos_token_id`, which is
-    possible only if the prompts do not continue a cache.
+    If only embeddings were passed, all ids are `UNKNOWN`. Without ids or embeddings, the prompt is `bos_token_id`;
+    with a cache to continue, this is an error.
     """
     if embeds is not None:
         embeds = embeds if is_traced(embeds) else np.asarray(embeds)
@@ -131,10 +131,10 @@ def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
 def negative_prompts(
     negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
 ) -> tuple[Array | None, Array | None]:
-    """Check what the caller passed, and return negative prompts, int32[B, Q], and their mask, bool[B, Q].
+    """Check the caller's arguments, and return the negative prompts, int32[B, Q], and their mask, bool[B, Q].
 
-    Both are None without guidance. They are also None by default if the prompts have ids, because each prompt's last id
-    is then its negative prompt.
+    Without guidance, both results are None. By default, the results are also None if the prompts have ids, because each
+    prompt's last id is then its negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

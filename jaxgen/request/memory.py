@@ -1,6 +1,6 @@
 """Check the memory for a call's caches before anything is compiled or allocated.
 
-These caches are only part of what a call needs. `jaxgen.programs` checks later whether there is enough memory
+The caches are only part of the memory that a call needs. `jaxgen.programs` checks later whether there is enough memory
 for each compiled program.
 """
 
@@ -53,7 +53,7 @@ def caches_bytes(
 ) -> int:
     """Return the total size in bytes of a call's prompt and sequence caches and of an engine's prefix store.
 
-    With `slots`, memory is allocated for this many rows, even if there are fewer sequences.
+    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
@@ -84,7 +84,7 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest changes that fit a request into `free` bytes: all that suffice alone or, if none does, a combination.
+    """Suggest changes that make a request fit into `free` bytes: every change that suffices alone, or a combination.
 
     `needed` returns the number of bytes that the changed arguments require. `more` adds changes to `_REMEDIES`.
     """

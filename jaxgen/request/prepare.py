@@ -195,7 +195,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of slots for the cached tokens, and for the prompts if each has its own row of the cache."""
+    """Return the number of cache slots for cached tokens, and for prompts if each prompt has its own cache row."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -211,8 +211,9 @@ def _budget(
 ) -> tuple[int, Array]:
     """Return the maximum number of new tokens in any row, and the budget of each prompt, int32[B].
 
-    `max_new_tokens` takes precedence over `max_length`, which counts all tokens in a row, including `cached int32[B]`
-    tokens before the prompt. `room` is an upper bound, known even under jit, on a row's length before generation.
+    `max_new_tokens` takes precedence over `max_length`. `max_length` counts all tokens in a row, including
+    `cached int32[B]` tokens before the prompt. `room` is an upper bound, known even under jit, on a row's length
+    before generation.
     """
     prompts = mask.shape[0]
     lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if cached is None else cached)

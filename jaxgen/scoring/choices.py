@@ -38,9 +38,9 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer directly follows the question, without a space or a chat template in between. An answer's
-    tokens start where encoding the question and answer together first differs from encoding the question alone. The
-    first of these tokens may therefore contain the end of the question.
+    Each answer directly follows the question, without a space or a chat template in between. The question is encoded
+    alone and together with each answer. An answer's tokens start where the two encodings first differ. The answer's
+    first token may therefore contain the end of the question.
 
     Args:
         params: the parameters.

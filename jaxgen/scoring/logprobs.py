@@ -112,7 +112,7 @@ def _of_states(
 
 
 def _first_largest(logits: jax.Array) -> jax.Array:
-    """Return `argmax(logits, axis=-1)`, using reductions that XLA vectorizes on a CPU; V if any logit is NaN."""
+    """Return `argmax(logits, axis=-1)`, or V if a logit is NaN, using reductions that XLA vectorizes on a CPU."""
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
     places = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)

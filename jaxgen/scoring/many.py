@@ -23,8 +23,8 @@ from jaxgen.request.inputs import token_ids
 from jaxgen.scoring.logprobs import continuation_logprobs
 from jaxgen.scoring.text import LOGITS_AT_ONCE, chunk_size
 
-# A 7B model in bfloat16 needs 0.5 GB for the keys and values of 8,192 tokens. On a CPU, more than 1,024 tokens do not
-# help, because matrix products are no faster, and layer outputs no longer fit into the CPU's caches.
+# A 7B model in bfloat16 needs 0.5 GB for the keys and values of 8,192 tokens. A batch of more than 1,024 tokens is
+# no use on a CPU: matrix products do not get faster, and layer outputs no longer fit into the CPU's caches.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 8192, 1024
 _MOST_CONTINUATIONS = 32  # maximum number of continuations of one context in a group
 _LEAST_WIDTH = 16  # minimum width for continuations of more than one token
@@ -75,7 +75,7 @@ def _width(size: int) -> int:
 
 
 def _columns(size: int) -> int:
-    """Round up to a power of two, or in finer steps above 256: text windows are equally long and need few programs."""
+    """Round up to a power of two; above 256, in finer steps, because text windows of equal length need few programs."""
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 

@@ -20,8 +20,8 @@ def compute_transition_scores(
     >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
-    In a beam search, the sum of the scores of a row's n tokens, divided by `n**length_penalty`, is the row's
-    `sequences_scores`. The result has one column per step of `scores`; transformers omits columns after the end of all
+    In a beam search, a row's `sequences_scores` is the sum of the scores of its n tokens, divided by
+    `n**length_penalty`. The result has one column per step of `scores`; transformers omits columns after the end of all
     rows. Without `beam_indices`, entries after a row's end are the scores of the pad id; see `lengths` in the output.
 
     Args:

@@ -141,7 +141,7 @@ class Service:
                 return result if isinstance(result, Response) else _json(200, result)
             except ClientDisconnect:
                 self.metrics.count("request_cancelled_total")
-                return Response(status_code=499)  # no client is left to read it
+                return Response(status_code=499)  # no client is left to read the response
             except Exception as error:
                 return self._refused(api_error(error))
 
@@ -252,7 +252,7 @@ class Service:
         return replies.whole(choices, replies.usage(answers, live.cached_tokens), scored)
 
     async def _deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield groups of additions that became available together, each with the index of its answer."""
+        """Yield additions to answers, each with its answer's index, in groups that became available together."""
         left = len(answers)
         if not live.asked.budget:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]

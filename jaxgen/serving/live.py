@@ -20,7 +20,7 @@ class Live:
 
     Attributes:
         asked: the request.
-        started: when the request arrived, as returned by `time.monotonic`.
+        started: the time at which the request arrived, as returned by `time.monotonic`.
         streams: if True, all events are queued; otherwise, only the last event of each sequence.
         news: the queue. Each item consists of a sequence's index within the request and an event of this sequence.
         handles: the prompts' handles in the engine.
@@ -37,7 +37,7 @@ class Live:
         self._lock = threading.Lock()
 
     def submit(self) -> None:
-        """Submit all prompts; can be called from any thread. If an error is raised, no prompt is answered."""
+        """Submit all prompts; any thread may call this method. If an error is raised, no prompt is answered."""
         try:
             for number, prompt in enumerate(self.asked.prompts):
                 handle = self._engine.follow(prompt, functools.partial(self._hear, number), 0)

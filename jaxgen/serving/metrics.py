@@ -1,4 +1,4 @@
-"""Counts and times of the service, in Prometheus's text format; the names are vLLM's, with the prefix `jaxgen:`."""
+"""Metrics of the service, in Prometheus's text format. The names are vLLM's, with the prefix `jaxgen:`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Metrics:
         self._lock = threading.Lock()
 
     def count(self, name: str, number: int = 1, **label: str) -> None:
-        """Add `number` to a counter; `label` gives an additional label, such as `finished_reason="stop"`."""
+        """Add `number` to a counter; `label` is an additional label, such as `finished_reason="stop"`."""
         key = name, "".join(f',{label_name}="{value}"' for label_name, value in label.items())
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + number

@@ -41,8 +41,8 @@ class Asked:
         texts: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
         sequences: the number of sequences per prompt.
         logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
-        prompt_logprobs: the same for the prompts' tokens.
-        answer: creates an empty answer.
+        prompt_logprobs: the number of most likely tokens to show for each token of a prompt, or None.
+        answer: a function that creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
     """
 
@@ -65,7 +65,7 @@ class Reader:
     A field that is invalid or unsupported raises an ApiError, a ValueError or a TypeError.
 
     Args:
-        cfg: the engine's config; `output_logprobs` must be set. Requests may ask for at most its `top_logprobs`.
+        cfg: the engine's config; `output_logprobs` must be set. Its `top_logprobs` is the maximum for requests.
         tokenizer: the model's tokenizer.
         width: the maximum number of tokens in a prompt.
         context: the maximum number of tokens in a prompt and its answer together.
@@ -358,7 +358,7 @@ def _escaped(text: str) -> str:
 
 
 def _keys(seed: int | None, count: int) -> list[jax.Array]:
-    """Return a random key for each prompt; equal seeds give equal keys, and the first prompt gets the seed's key."""
+    """Return a random key for each prompt. Equal seeds give equal keys, and the first prompt gets the seed's key."""
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)

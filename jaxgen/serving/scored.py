@@ -26,7 +26,7 @@ class TokenTexts:
             self._bytes = []
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text, or the name of a special token."""
+        """Return the bytes that a token adds to the text; for a special token, return its name as bytes."""
         own = self._bytes[token] if token < len(self._bytes) else None
         return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
 

@@ -21,7 +21,7 @@ _LAST_WORDS = 2.0  # seconds allowed for sending the final error to a client tha
 
 
 class EventStream(StreamingResponse):
-    """Response that sends groups of chunks as they become ready. It ends if the client disconnects.
+    """Response that sends groups of chunks as they become ready. The response ends if the client disconnects.
 
     If the stream ends early, the prompts in `live` are cancelled.
     """

@@ -1,4 +1,4 @@
-"""The text of an answer as it grows: in whole characters, cut at stop strings, and separate from tool calls."""
+"""Build an answer's text as tokens arrive: decode whole characters, cut at stop strings, and extract tool calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StopCut:
         return 0
 
     def end(self) -> str:
-        """Return the text that was held back; call this at the end."""
+        """Return the text that was held back; call this method after the last `put`."""
         held, self._held = self._held, ""
         return held
 
@@ -72,7 +72,7 @@ class Delta(NamedTuple):
 
 
 class Answer:
-    """One sequence of a prompt, as text.
+    """The text of one sequence, updated with each event.
 
     Attributes:
         count: the number of tokens so far.

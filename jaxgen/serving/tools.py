@@ -1,4 +1,4 @@
-"""Tool calls in OpenAI's format, for models that write them as Qwen2.5 does (in the Hermes format).
+"""Tool calls in OpenAI's format, for models that generate them in the Hermes format, as Qwen2.5 does.
 
 A call is `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>` in the generated text.
 """
@@ -23,14 +23,14 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _RETURNED = ("refusal", "audio", "annotations", "function_call")  # fields of an answer that clients send back empty
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
-_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters of JSON outside strings
+_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters that JSON allows outside strings
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a request in the form that chat templates expect.
 
     The role `developer` becomes `system`, text parts are joined without a separator, and the arguments of calls are
-    converted from JSON strings to objects. Roles that OpenAI does not define are left to the template.
+    converted from JSON strings to objects. Roles that OpenAI does not define are passed to the template unchanged.
 
     Raises:
         InputError: a message is invalid or unsupported; the error names the field.
@@ -116,10 +116,10 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
-        """Read these three fields of a request (None if absent); return None if there are no tools.
+        """Read the tool fields of a request (None if absent); return None if there are no tools.
 
         Raises:
-            InputError: a field is invalid or unsupported; the error names it.
+            InputError: a field is invalid or unsupported; the error names the field.
         """
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             _refuse("parallel_tool_calls", "true or false", parallel_tool_calls)
@@ -158,7 +158,7 @@ class Tools:
     def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
         """Return the automaton for forced calls, or None if no call is forced.
 
-        The automaton accepts exactly one call, or one or more if there is no limit.
+        The automaton accepts exactly one call, or one or more calls if `most_calls` is None.
 
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
@@ -193,7 +193,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
     if parameters:
         try:
-            plain(parameters)  # so that neither the template nor the grammar gets a value that is not JSON
+            plain(parameters)  # rejects values that are not JSON before the template or the grammar reads them
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}
@@ -247,9 +247,9 @@ class Call(NamedTuple):
 class CallParser:
     r"""Parser for generated text that arrives in pieces. The result does not depend on how the text is split.
 
-    Strings in a call's JSON may contain the tags. A call is treated as content, including its tags, if its JSON is
-    invalid, its name is not in `names` (None allows any name), or its arguments are not an object. Missing arguments
-    are read as `{}`. Calls after the first `most_calls` are dropped.
+    Strings in a call's JSON may contain `<tool_call>` and `</tool_call>`. A call and its tags are treated as content if
+    the JSON is invalid, the name is not in `names`, or the arguments are not an object. If `names` is None, any name is
+    allowed. Missing arguments are read as `{}`. Calls after the first `most_calls` are dropped.
 
     Whitespace before a call is dropped. If the text contains calls, whitespace at its end is also dropped.
 
@@ -265,7 +265,7 @@ class CallParser:
     def __init__(self, names: Collection[str] | None, most_calls: int | None):
         self._names, self._most, self._found = names, most_calls, 0
         self._held: list[str] = []  # characters of a possible call, and the whitespace before it
-        self._place = "opening"  # also in plain text, where `_matched` is 0
+        self._place = "opening"  # "opening" also means plain text; `_matched` is then 0
         self._matched = 0  # number of matched characters of the opening or closing tag
         self._depth = 0  # number of open objects and lists
 
@@ -295,7 +295,7 @@ class CallParser:
         elif self._place == "opening" and not self._matched:
             content += [*self._held, char]
             self._held = []
-        else:  # not a call; a tag may begin here, or at the "<" that looked like the start of the closing tag
+        else:  # this is not a call; a tag may begin here, or at the "<" that looked like the start of the closing tag
             again = "<" if self._place == "closing" and self._matched == 1 else ""
             text = "".join(self._held).removesuffix(again)
             content.append(text.rstrip(_SPACE))
@@ -305,7 +305,7 @@ class CallParser:
                 self._put(next_char, content, calls)
 
     def _reads(self, char: str) -> bool:
-        """Advance by one character; return False if it cannot be part of a call or of the whitespace before it."""
+        """Advance by one character; return False if the character is not part of a call or the whitespace before it."""
         place = self._place
         if place in ("string", "escape"):
             if place == "escape" or char not in '"\\':
@@ -350,7 +350,7 @@ class CallParser:
             value = parse_json(text)
         except InputError:
             return None
-        name, arguments = value.get("name"), value.get("arguments", {})  # value is a dict: the text begins with a brace
+        name, arguments = value.get("name"), value.get("arguments", {})  # text begins with a brace, so value is a dict
         known = isinstance(name, str) and (self._names is None or name in self._names)
         return Call(name, json.dumps(arguments, ensure_ascii=False)) if known and isinstance(arguments, dict) else None
 
@@ -377,7 +377,7 @@ def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
 
 
 def _typed(value: Any, where: str, kind: str, *optional: str) -> Mapping[str, Any]:
-    """Check that a value is an object of the type `kind`, with a key of the same name, and return it."""
+    """Check that a value is an object with the type `kind` and the key `kind`, and return the value."""
     if isinstance(value, Mapping) and value.get("type") != kind:
         _refuse(f"{where}.type", shown(kind), value.get("type"))
     given = _object(value, where, ("type", kind, *optional))

@@ -18,7 +18,7 @@ from jaxgen.text import sandbox
 # Message beginnings that tokenizers merge with the preceding text in different ways
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
-LARGEST = 100_000  # characters in a template; known templates have at most 30,000
+LARGEST = 100_000  # maximum number of characters in a template; known templates have at most 30,000
 
 
 def named(template: Any) -> dict[str, str]:
@@ -56,7 +56,7 @@ def render(
 ) -> str:
     """Render one conversation with its template; see `Tokenizer.render_chat`.
 
-    `source` is the template's file, for error messages.
+    Error messages name `source`, the directory that contains the template.
 
     Raises:
         InputError: the conversation is malformed, there is no template for it, or the template rejects it.
@@ -87,7 +87,7 @@ def render(
 
 
 def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return conversations that begin with these messages and continue in different ways."""
+    """Return conversations that begin with `messages` and continue in different ways."""
     _check_messages(messages)
     roles = ("user", "assistant", "user")
     if messages and messages[-1]["role"] == "user":
@@ -128,7 +128,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Reject unknown roles: many templates would render them, and others would silently drop the message."""
+    """Reject unknown roles, because many templates would render them and others would silently drop the message."""
     for i, message in enumerate(conversation):
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:

@@ -14,7 +14,7 @@ from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
 _DEEPEST = 200  # maximum levels of nesting
-_MOST = 500_000  # maximum number of opening brackets: lists and objects take far more memory than their text
+_MOST = 500_000  # maximum number of opening brackets, because lists and objects take far more memory than their text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:
@@ -80,8 +80,8 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InputError: the text is not valid JSON, repeats a key in an object, contains half of a surrogate pair, is nested
-            too deeply, or, if `finite`, contains a NaN or infinite number.
+        InputError: the text is not valid JSON, repeats a key in an object, contains half of a surrogate pair, or is
+            nested too deeply. If `finite` is True, NaN and infinite numbers are also errors.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
     try:

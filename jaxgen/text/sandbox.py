@@ -1,8 +1,8 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
 Jinja's own sandbox isolates a template from the machine, but limits neither its time nor its memory. This sandbox
-measures every value that a template creates; if a value could be huge, its size is estimated beforehand. No operation
-therefore takes long, and checking the clock between operations limits the total time, in any thread.
+measures every value that a template creates; if a value could be huge, its size is estimated beforehand. Therefore, no
+operation takes long, and the total time can be limited, in any thread, by checking the clock between operations.
 """
 
 import contextvars
@@ -18,18 +18,18 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2 import nodes
 
-SECONDS = 1.0  # of CPU time, plus the same amount for each million input characters
+SECONDS = 1.0  # maximum CPU time; each million input characters adds the same amount
 # Maximum number of characters in one value or in the output, and in all values together.
 LARGEST, _ALL = 1_000_000, 50_000_000
-_PER_INPUT, _ALL_PER_INPUT = 60, 300  # how much these two limits grow per input character
+_PER_INPUT, _ALL_PER_INPUT = 60, 300  # growth of `LARGEST` and `_ALL` per input character
 _STEPS = 32  # number of steps between two checks of the clock
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
-# These patterns find, in linear time, the format fields that are rejected: those whose width has four digits or is an
-# argument, and those that read an attribute or item, which is not measured. The name in a "%(name)s" field can contain
-# any character, so a text with such a field must not contain four digits in a row.
+# These patterns find, in linear time, the format fields that are rejected because their output could be too large.
+# A field is rejected if its width has four digits or is an argument, or if it reads an attribute or item.
+# A "%(name)s" field can have any name, so a text with such a field must not contain four digits in a row.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -45,7 +45,7 @@ _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwra
 
 
 class TooMuch(BaseException):
-    """Error for a template that exceeds a limit. It is not an `Exception`, because jinja sometimes catches those."""
+    """Error for a template that exceeds a limit. The base is `BaseException`, because jinja may catch `Exception`."""
 
 
 class _Limits:
@@ -74,12 +74,12 @@ class _Limits:
                 raise TooMuch(f"takes longer than {self.seconds:.3g} s")
 
     def check(self, size: int) -> None:
-        """Raise an error if a value of this size would be too large."""
+        """Raise an error if a value of `size` characters would be too large."""
         if size > self.largest:
             raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Raise an error if a filter's or string method's result would be too large; `sign` starts a format field."""
+        """Raise an error if the result of a filter or string method is too large. Format fields begin with `sign`."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not allowed")
@@ -103,7 +103,7 @@ _limits: contextvars.ContextVar[_Limits] = contextvars.ContextVar("limits")
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """Render a template of an `Environment`, within limits that grow with the size of the variables.
+    """Render a template from an `Environment`, within limits that grow with the size of the variables.
 
     Raises:
         TooMuch: a limit was exceeded; the message says which.
@@ -116,7 +116,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def size_of(value: Any, largest: int) -> int:
-    """Return the number of characters in a value and all that it contains, plus `_OBJECT` for each item, key and value.
+    """Return the number of characters in a value and its contents, plus `_OBJECT` for each item, key and value.
 
     Raises:
         TooMuch: the size exceeds `largest`.
@@ -142,7 +142,7 @@ def _extent(value: Any) -> int:
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits; use `render` for its templates."""
+    """Jinja's sandbox with limits. Call `render` to render its templates."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -193,7 +193,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
         owner = getattr(method, "__self__", None)
-        if len(arguments) > 99:  # a macro can output all of them
+        if len(arguments) > 99:  # a macro can output all its arguments
             limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
@@ -204,7 +204,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test with limits. It takes the context, so that jinja does not call it at compile time."""
+    """Return a filter or test with limits. The context argument keeps jinja from calling the result at compile time."""
 
     @jinja2.pass_context
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
@@ -216,7 +216,7 @@ def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return call_within_limits
 
 
-@jinja2.pass_context  # keeps jinja from calling it at compile time
+@jinja2.pass_context  # keeps jinja from calling the function at compile time
 def _output(context: Any, value: Any) -> str:
     """Return the text that the template writes for a value."""
     limits = _limits.get()
@@ -234,7 +234,7 @@ class _Namespace(jinja2.utils.Namespace):
 class _Counting(jinja2.visitor.NodeTransformer):
     """Adds counters to a template for loop iterations, macro calls and operations that do not call the environment.
 
-    A comparison with a constant is too short to count itself, so each iteration or call counts those that it contains.
+    Comparisons with constants are counted with the iteration or macro call that contains them, because they are short.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

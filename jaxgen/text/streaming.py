@@ -24,12 +24,12 @@ CONTEXT = 4
 
 
 class TextStream:
-    """Decoder for ids as they arrive; the concatenated results of `put` and `end` equal `tokenizer.decode` of all ids.
+    """Decoder for ids as they arrive. Together, `put` and `end` return what `tokenizer.decode` returns for all ids.
 
-    Text is held back while later tokens can still change it: a U+FFFD at the end, which may be an incomplete character;
-    byte tokens (`<0x..>`) until a regular token follows, because one invalid byte turns all of them into U+FFFD; and,
-    with clean-up, a space and characters after it that clean-up might change. `end` returns this text. The cost of a
-    token depends on the number of tokens held back, but not on the number of earlier tokens.
+    Text is held back while later tokens can still change it. A U+FFFD at the end may be an incomplete character. Byte
+    tokens (`<0x..>`) are held back until a regular token follows, because one invalid byte turns all of them into
+    U+FFFD. With clean-up, a space and the characters after it are held back if clean-up might change them. `end`
+    returns the held text. The cost of a token depends on the number of tokens held back, not on all earlier tokens.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class TextStream:
 class TextStreamer:
     """Streamer that prints the text of one row as it is generated, like HF's `TextStreamer`.
 
-    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt, `put` with each new token, and finally
-    `end`. Unlike HF's, it prints each character as soon as it is complete, without waiting for whole words, and skips
-    special tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere.
-    `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to the standard output.
+    Pass the streamer to `generate(..., streamer=)`, which calls `put` with the prompt and with each new token, and
+    finally calls `end`. Unlike in HF, each complete character is printed at once, without waiting for whole words. By
+    default, special tokens are skipped, as in `Tokenizer.decode`. Override `on_finalized_text` to send the text
+    elsewhere. `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to the standard output.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TextStreamer:
         self._expects_prompt = True
 
     def put(self, value: Any) -> None:
-        """Receive the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
+        """Receive the prompt (in the first call) or new tokens, as one id, ids[n] or ids[1, n]."""
         ids = np.asarray(value)
         if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
             raise InputError(
@@ -133,12 +133,12 @@ class TextStreamer:
 
 
 class TextRowStreamer:
-    """Streamer for several rows. It prints each complete line, preceded by the row's index.
+    """Streamer for several rows. Each complete line is printed, preceded by the row's index.
 
     >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
-    If `on_text` is given, nothing is printed; instead, it is called whenever tokens complete characters of a row.
+    If `on_text` is given, nothing is printed. Instead, `on_text` is called whenever a row has new complete characters.
     `ended` is True in the last call for a row; the text may then be empty. Rows are counted from 0, as in
     `GenerateOutput`. Prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
     """
@@ -221,7 +221,7 @@ class _QueueStreamer(TextStreamer):
             self.send(exception)
 
     def _read(self, item: str | BaseException | None) -> str:
-        """Return an item's text, or "" for None, which ends the run; raise the item if it is an exception."""
+        """Return the text of an item, or "" for None (the end of the run). If the item is an exception, raise it."""
         self._ended = not isinstance(item, str)
         if isinstance(item, BaseException):
             raise item
@@ -231,8 +231,8 @@ class _QueueStreamer(TextStreamer):
 class TextIteratorStreamer(_QueueStreamer):
     """Streamer that another thread iterates over to receive the text, like HF's `TextIteratorStreamer`.
 
-    Run `generate` in a separate thread. An exception there ends only that thread, and the iteration keeps waiting.
-    Pass the exception to `error`, so that it is raised where the text is read:
+    Run `generate` in a separate thread. An exception in `generate` ends only its thread, and the iteration keeps
+    waiting. Pass the exception to `error`, so that the iteration raises it:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
 
@@ -247,8 +247,8 @@ class TextIteratorStreamer(_QueueStreamer):
             print(text, end="", flush=True)
 
     `timeout` is the number of seconds to wait for the next token, or None for no limit; the wait for the first token
-    includes compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can serve several runs, one after
-    the other: a `for` loop ends when its run ends, and the next loop waits for the next run. Leaving a loop early does
+    includes compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can be used for several runs in
+    succession. A `for` loop ends when its run ends, and the next loop waits for the next run. Leaving a loop early does
     not stop the run.
     """
 
@@ -280,7 +280,7 @@ class TextIteratorStreamer(_QueueStreamer):
 class AsyncTextIteratorStreamer(_QueueStreamer):
     """Streamer that a coroutine iterates over, like `AsyncTextIteratorStreamer` in later transformers releases.
 
-    Create it in the event loop that will read it, and run `generate` in a thread:
+    Create the streamer in the event loop that will read it, and run `generate` in a thread:
 
         streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
 

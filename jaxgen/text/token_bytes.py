@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 represents a byte by the character with the same code if that is printable, or by the next unused one above 255.
+# GPT-2 represents a printable byte by the character with the same code, and other bytes by characters from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "get_vocab": "backend.get_vocab()",
     "tokenize": "backend.encode(text).tokens",
 }
-# transformers writes int(1e30) if a checkpoint has no limit
+# transformers writes int(1e30) as the maximum length if a checkpoint has no limit
 NO_MAX_LENGTH = 10**20
 _LARGEST_ID = 2**31 - 1
 
@@ -49,9 +49,9 @@ class Batch(NamedTuple):
 class Tokenizer:
     """Converts text and conversations to ids and back, like HF's fast tokenizer for the same files.
 
-    `backend` is the `tokenizers.Tokenizer` that does the work. The constructor modifies it: it adds tokens, and turns
-    off the backend's own padding and truncation. `config` is the content of a tokenizer_config.json.
-    `Tokenizer.from_pretrained` reads both from a directory.
+    `backend` is the `tokenizers.Tokenizer` that does the work. The constructor adds tokens to the backend, and
+    turns off its padding and truncation. `config` is the content of a tokenizer_config.json.
+    `Tokenizer.from_pretrained` reads the backend and the config from a directory.
 
     `bos_token`, `eos_token`, `unk_token`, `pad_token` and each `*_token_id` are None if the checkpoint has no such
     token. `model_max_length` is None if there is no limit. `chat_template` is the default template or None.
@@ -95,13 +95,13 @@ class Tokenizer:
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a local HF directory.
 
-        tokenizer.json is required. Other files are read if they exist: tokenizer_config.json ("the config");
-        chat_template.jinja, which takes precedence over the config's template; special_tokens_map.json and
-        added_tokens.json, if the config has no `added_tokens_decoder` (as in HF); and config.json, if the config names
-        no tokenizer class.
+        tokenizer.json is required, and all other files are optional. tokenizer_config.json is called "the config" here.
+        A chat_template.jinja takes precedence over the config's template. As in HF, special_tokens_map.json and
+        added_tokens.json are read only if the config has no `added_tokens_decoder`. config.json is read only if the
+        config does not name a tokenizer class.
 
-        tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and LlamaTokenizerFast. As in
-        HF, these read `add_bos_token` (on by default) and `add_eos_token` in the config instead.
+        tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and LlamaTokenizerFast. For
+        these two classes, the config's `add_bos_token` (on by default) and `add_eos_token` apply instead, as in HF.
 
         Raises:
             InputError: the directory has no fast tokenizer.
@@ -155,9 +155,9 @@ class Tokenizer:
     ) -> list[int]:
         """Convert one text to its ids.
 
-        Special tokens written in the text are recognized unless `split_special_tokens` is True; set it for untrusted
-        text. The default is the config's setting, or False if it has none. A text of more than `max_length` ids, added
-        special tokens included, is truncated at the config's `truncation_side`.
+        Special tokens written in the text are recognized unless `split_special_tokens` is True, as it should be for
+        untrusted text. The default is the config's setting, or False if the config has none. A text of more than
+        `max_length` ids, including added special tokens, is truncated at the config's `truncation_side`.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
@@ -198,7 +198,7 @@ class Tokenizer:
         """Encode texts and left-pad them to the length of the longest.
 
         Use `add_special_tokens=False` for texts that continue other texts, because BOS belongs only at the start of a
-        row. Padding uses the pad id, else eos, else unk, else 0; the choice does not matter, because padding is masked.
+        row. Texts are padded with `padding_id`. The choice of this id does not matter, because padding is masked.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise TypeError(f"batch accepts a list of str, got {type(texts).__name__}: pass [text] for one text")
@@ -218,12 +218,12 @@ class Tokenizer:
         """Render conversations with the chat template, then encode and left-pad them.
 
         A conversation is a list of {"role": ..., "content": ...} dicts; a single conversation can be passed without an
-        outer list. The template writes BOS and other special tokens itself; no others are added. A conversation of
+        outer list. The template itself writes BOS and other special tokens; `chat` adds none. A conversation of
         more than `max_length` ids is truncated at the config's `truncation_side`; truncation on the right removes the
         generation prompt. The other arguments are as in `render_chat`.
 
-        `after` is the result of `chat_prefix`. Each conversation must begin with these ids, which are left out of the
-        result. `max_length` includes them, but only the ids after them are truncated.
+        `after` is the result of `chat_prefix`. Each conversation must begin with the ids in `after`, which are left out
+        of the result. `max_length` includes the ids in `after`, but only later ids are truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -262,7 +262,7 @@ class Tokenizer:
         `chat` must be called with the same values.
 
         Raises:
-            InputError: with this template, such conversations do not begin with the same token.
+            InputError: with this template, conversations that begin with `messages` have no first token in common.
         """
         options = {"tools": tools, "documents": documents, **template_kwargs}
         rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
@@ -283,11 +283,11 @@ class Tokenizer:
     ) -> str:
         """Render one conversation, like HF's `apply_chat_template(tokenize=False)`.
 
-        A role must be system, user, assistant, tool, or one that the template contains as a quoted string.
-        `tools` are JSON schemas; they select the template "tool_use" if there is one. `template_kwargs` are additional
-        variables for the template; they take precedence over special tokens. The template runs in a sandbox, with the
-        functions of transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
-        generation blocks, and `strftime_now`, which some templates use to print today's date.
+        A role must be system, user, assistant, tool, or a quoted string in the template. `tools` are JSON schemas. If
+        `tools` is not None, the template "tool_use" is preferred. `template_kwargs` are additional variables for the
+        template; they take precedence over special tokens. The template runs in a sandbox, and can use the additions to
+        jinja from transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
+        generation blocks, and `strftime_now`, which returns the current date and time.
         """
         return chat_template.render(
             self._templates,
@@ -314,7 +314,7 @@ class Tokenizer:
         >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
         >>> tok.decode_batch(sequences)                                                     # doctest: +SKIP
 
-        The second form passes the arrays of an output and is equivalent to the first. Without `prompt_width`, whole
+        The second call passes the arrays of an output, and is equivalent to the first. Without `prompt_width`, whole
         rows are decoded, including the prompt and any padding that is not a special token, as in HF's `batch_decode`.
         Rows of ids can be an array, `int[rows, n]`, or a list of sequences of any lengths.
         """
@@ -345,7 +345,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id that `pad` fills rows with: the pad id, else eos, else unk, else 0."""
+        """The id that `pad` fills rows with: the first of the pad, eos and unk ids that exists, or 0."""
         choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
         return next(choice for choice in choices if choice is not None)
 

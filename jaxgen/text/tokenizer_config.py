@@ -42,7 +42,7 @@ _MOST_ADDING = 20_000_000  # maximum product of the number of added tokens and t
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the settings in all of the directory's files, in the format of a modern tokenizer_config.json."""
+    """Return the settings from a directory's files, merged into the format of a modern tokenizer_config.json."""
     config = read_json(directory / "tokenizer_config.json") or {}
     if not config.get("tokenizer_class"):
         model = read_json(directory / "config.json") or {}
@@ -115,8 +115,8 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # Add each run of consecutive special or non-special tokens in its own call. Ids follow the order in which tokens
-    # are added, and in old releases of the library, `add_tokens` ignores `special`.
+    # Add each run of consecutive special or non-special tokens in its own call, because ids follow the call order.
+    # In old releases of the library, `add_tokens` ignores `special`, so special tokens need `add_special_tokens`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, in which special and other tokens alternate {len(runs)} times")

@@ -20,12 +20,12 @@ from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
 LARGEST = 50_000_000  # maximum bytes in a file; the largest known file is 35 MB
-_MOST_ADDED = 1000  # tokens added around the text, such as BOS and EOS
+_MOST_ADDED = 1000  # maximum number of tokens added to a text, such as BOS and EOS
 _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the text
 
 # Matches an escape, a character class or any other character. Escapes and classes contain no operators.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate the table stored under this key. In a file, the key may contain escapes.
+# The Rust library does not validate the table `precompiled_charsmap`. In a file, this key may contain escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
@@ -88,7 +88,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """Discard what a failing block writes to stderr: Rust prints panics, but they are reported as errors anyway."""
+    """Discard what a failing block writes to stderr, because Rust prints panics, which are reported as errors."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed
@@ -144,9 +144,9 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _is_explosive(pattern: str) -> bool:
-    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated: matching can take exponential time."""
+    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which can take exponential time."""
     inner = [False]  # for each open group, True if it contains `|`, `*`, `+` or `{`
-    closed = False  # True if the group that has just ended contains one
+    closed = False  # True if a group that contains `|`, `*`, `+` or `{` has just ended
     for token in _REGEX.findall(pattern):
         if token in "*+{" and closed:
             return True

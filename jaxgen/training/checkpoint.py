@@ -1,4 +1,4 @@
-"""A training run's state on disk. Each process writes its part. A killed write leaves the previous state intact."""
+"""A training run's state on disk. Each process writes its part. If a write is interrupted, the old state is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 
 def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
-    """Write a tree of arrays, replacing the state of an earlier step; all processes of a mesh must call this.
+    """Write a tree of arrays, replacing the state of an earlier step. Every process of a mesh must call this function.
 
     All processes share `directory`. `step` is the number of completed steps. `settings` identifies the run.
     """
@@ -49,7 +49,7 @@ def has_state(directory: Path, settings: str) -> bool:
 def read_state(directory: Path, like: State) -> State:
     """Read the state that `write_state` wrote, and place its arrays on the devices given by `like`.
 
-    `like` is the tree, with a `jax.ShapeDtypeStruct` (including a sharding) in place of each array.
+    `like` has the structure of the state, with a `jax.ShapeDtypeStruct` (including a sharding) in place of each array.
     """
     with _states(directory) as states:
         return _read(states, "state", ocp.args.StandardRestore(like))

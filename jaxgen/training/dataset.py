@@ -35,8 +35,8 @@ def text_example(tokenizer: Tokenizer, text: str) -> Example:
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
     """Return the example for a conversation. Only the assistant's answers, with their end tokens, have labels.
 
-    The ids encode the whole conversation, but no token spans the boundary between a question and its answer: when an
-    answer is generated, the question's tokens are already fixed. Messages after the last answer are left out.
+    The ids encode the whole conversation. No token spans the boundary between a question and its answer, because the
+    question's tokens are already fixed when an answer is generated. Messages after the last answer are left out.
 
     Raises:
         InputError: the conversation has no answer or begins with an answer, or the template renders the same beginning
@@ -122,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` after `before`. If a token would span the boundary, `text` is encoded by itself."""
+    """Return the ids of `text` after `before`. If a token would span both texts, `text` is encoded by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -131,7 +131,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens; each goes into the first row with enough space among the last 64.
+    """Pack examples into rows of `width` tokens. An example goes into the first of the last 64 rows with enough space.
 
     Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 

@@ -1,6 +1,6 @@
-"""Training: the loss, a pure step built on optax, and a loop that resumes after being killed.
+"""Training: the loss, a pure step function built on optax, and a loop that resumes after being killed.
 
-The step is a function of a state and a batch; jit it and call it in your own loop:
+The step is a function of a state and a batch. Jit the function and call it in your own loop:
 
 >>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))  # doctest: +SKIP
 >>> state = TrainState.create(params, TrainConfig(steps=1000))                                   # doctest: +SKIP
@@ -46,7 +46,7 @@ class TrainConfig:
         eps: AdamW's eps.
         weight_decay: AdamW's weight decay, applied only to matrices, not to biases or norms.
         clip: the maximum global norm of the gradient.
-        accumulate: the number of equal micro-batches in a batch; the gradient is that of the whole batch.
+        accumulate: the number of equal micro-batches in a batch; each step uses the gradient of the whole batch.
         dtype: the dtype of the forward and backward passes; the trained weights stay float32.
         remat: recompute each layer in the backward pass, which saves memory but takes more time.
         lora_scale: the factor applied to low-rank updates, if they are trained.
@@ -138,9 +138,9 @@ class TrainBatch:
 
     Attributes:
         ids: int32[R, T].
-        labels: int32[R, T]. A label is the token's id, or -100 if the token does not contribute to the loss because it
-            is padding, a text's first token, or part of a question.
-        segments: int32[R, T], the number of the token's text within the row, from 1; 0 for padding at the row's end.
+        labels: int32[R, T]. A label is the token's id, or -100 for tokens that do not contribute to the loss: padding,
+            the first token of a text, and questions.
+        segments: int32[R, T], the number of the token's text within the row, counted from 1; 0 for padding at the end.
     """
 
     ids: jax.Array | np.ndarray
@@ -175,7 +175,7 @@ def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = F
 def train_step(
     state: TrainState, batch: TrainBatch, frozen=None, *, model: ModelConfig, cfg: TrainConfig
 ) -> tuple[TrainState, Metrics]:
-    """Take one training step. This is a pure function; jit it with `model` and `cfg` as constants.
+    """Take one training step. The function is pure; jit it with `model` and `cfg` as constants.
 
     Args:
         state: the state before the step; donate it if it is not needed again.
@@ -241,12 +241,12 @@ def train(
 
     Args:
         params: the initial values of the model's parameters, or of low-rank updates.
-        batches: returns the batch for a step. Resuming requires that it return the same batch for the same step.
+        batches: returns the batch for a step. To resume, `batches` must return the same batch for the same step.
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
-        directory: the state is saved here every `save_every` steps. Each process saves its own part, so all must
-            share the directory. A killed run resumes from this state, with bit-identical results.
+        directory: the state is saved here every `save_every` steps. Each process saves its own part, so all
+            processes must share the directory. A killed run resumes from this state, with bit-identical results.
         run: identifies everything else that the result depends on. A state from a different run is an error.
         save_every: the number of steps between saved states.
         report_every: the number of steps between reports.
@@ -258,7 +258,7 @@ def train(
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
-    del params  # the state holds copies; the originals are freed once the caller drops its references
+    del params  # the state contains copies; the originals are freed once the caller drops its references
     if directory is not None and has_state(directory, settings):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         del state  # frees memory for the saved state
@@ -282,7 +282,7 @@ _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return True if `train` with these arguments would resume from a state in `directory`; raise the same errors."""
+    """Return True if `train` would resume from a state in `directory`; raise the same errors as `train`."""
     return has_state(directory, _settings(model, cfg, run))
 
 

@@ -1,8 +1,9 @@
 """Objectives for policy-gradient training (GRPO, PPO, DAPO) as pure functions of log-probabilities.
 
 B is the number of answers, G the number of answers per prompt, and N the width to which answers are padded. Masks are
-True for generated tokens. Log-probabilities are those of the distribution that tokens are sampled from: `generate` with
-`output_logprobs="scores"` returns them, and `score(..., of="scores")` computes them for the parameters being trained.
+True for generated tokens. Log-probabilities refer to the distribution that tokens are sampled from. To obtain such
+log-probabilities, use `generate` with `output_logprobs="scores"`, or `score(..., of="scores")` for the parameters being
+trained.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxgen.errors import ConfigError, InputError
 def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps: float = 1e-4) -> jax.Array:
     """Return GRPO's advantage: how much better each answer is than the other answers to the same prompt.
 
-    It is (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
+    The advantage is (r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, eps as in TRL).
 
     Args:
         rewards: float32[B], in the order in which `generate` returns answers: G for prompt 0, then G for prompt 1, ...
@@ -53,7 +54,7 @@ def clipped_objective(
 ) -> jax.Array:
     """Return PPO's clipped objective for each token, to be maximized (arXiv 1707.06347).
 
-    It is min(ratio A, clip(ratio, 1 - low, 1 + high) A), where ratio is exp(logprobs - old) and A is the advantage.
+    The objective is min(ratio A, clip(ratio, 1 - low, 1 + high) A), with ratio = exp(logprobs - old) and advantage A.
 
     Args:
         logprobs: float32[B, N], the log-probabilities under the parameters being trained.
@@ -71,8 +72,8 @@ def clipped_objective(
 def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2.0) -> jax.Array:
     """Return the truncated importance weight of each token: min(exp(trainer - sampler), most), without gradients.
 
-    The weight corrects for a sampler whose log-probabilities differ from the trainer's, for example because the
-    sampler rounds differently or uses older weights (Ionides 2008, Truncated Importance Sampling; also in verl).
+    The weight corrects for differences between the sampler's and the trainer's log-probabilities (Ionides 2008,
+    Truncated Importance Sampling; also in verl). For example, the sampler may round differently or use older weights.
 
     Args:
         trainer: float32[B, N], the trainer's log-probabilities at the start of the step.
@@ -88,8 +89,8 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
     Args:
         logprobs: float32[B, N], the log-probabilities under the policy.
         other: float32[B, N], the log-probabilities under the other distribution, such as a reference model's.
-        estimator: with d = other - logprobs, "k1" is -d, which is unbiased; "k2" is d^2 / 2, which is never negative;
-            "k3" is exp(d) - 1 - d, which is unbiased and never negative. GRPO uses k3.
+        estimator: "k1" for -d (unbiased), "k2" for d^2 / 2 (never negative), or "k3" for exp(d) - 1 - d (unbiased and
+            never negative), where d is other - logprobs. GRPO uses k3.
     """
     difference = other - logprobs
     if estimator == "k1":
@@ -102,7 +103,7 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
 
 
 def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean over all answers' tokens as float32[]. DAPO averages its loss this way: long answers count more.
+    """Return the mean over all answers' tokens as float32[]. As in DAPO's loss, long answers count more.
 
     The mean is 0 if there are no tokens.
     """
@@ -111,7 +112,7 @@ def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Average over each answer's tokens, then over answers; return float32[]. GRPO does this (arXiv 2402.03300).
+    """Average over each answer's tokens, then over answers, as in GRPO (arXiv 2402.03300); return float32[].
 
     Answers without tokens are left out. If no answer has tokens, the mean is 0.
     """
