@@ -126,9 +126,9 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
             the activations and the other parameters.
         quantize: "int8" converts each matrix, including the embedding and the head, to `jaxgen.model.int8.Int8`: 8-bit
-            numbers with a scale for each output channel. "none" converts matrices that were written by
-            `python -m convert --quantize int8` back to arrays in `dtype`. None keeps matrices as they are stored. A
-            subclass of `jaxgen.model.weights.Quantized` selects a custom kind of weight.
+            numbers with a scale for each output channel. "none" converts quantized matrices, such as those that
+            `python -m convert --quantize int8` writes, to arrays in `dtype`. By default (None), matrices are loaded as
+            they are stored. A subclass of `jaxgen.model.weights.Quantized` selects a custom kind of weight.
         mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, across which the parameters are split. Each
             process reads only the bytes that its own devices need.
 
@@ -197,7 +197,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model. The dtype in `cfg.model` matters only for quantized parameters; arrays are written
     in their own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
     tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
-    one shard at a time. A shard has at most 5 GB, unless it contains a single larger tensor. Quantized parameters are
+    one shard at a time. Each shard is at most 5 GB, unless it contains a single larger tensor. Quantized parameters are
     written to a file such as model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split
     across a mesh are not gathered: each process writes its own parts to a directory that all processes share.
 
@@ -298,7 +298,7 @@ def write_arrays(
     def read(name: str) -> np.ndarray:
         array = arrays[name]
         if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy as long as the array exists, so copy a temporary array.
+            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that the cache is freed.
             array = jax.device_put(array, array.sharding, may_alias=False)
         return np.asarray(array)
 
@@ -371,9 +371,9 @@ def _mismatch(
 ) -> list[str]:
     """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
-    Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of all tensors in the
-    checkpoint, including those in damaged files. A listed tensor is not reported as missing. If `listed` is None, the
-    names are unknown, and nothing is reported as missing.
+    Each problem begins with the weight's file in `tensors`, or with `source` if the file is unknown. `listed` contains
+    the names of all tensors in the checkpoint, including those in damaged files. A listed tensor is not reported as
+    missing. If `listed` is None, the names are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
     dtypes, missing, shapes = [], [], []
@@ -397,7 +397,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Flatten nested dicts of weights; return a dict with dotted names, and a list of problems.
 
     Raises:
-        CheckpointError: `params` is the dict of all variables of the model, or contains low-rank updates.
+        CheckpointError: `params` contains low-rank updates, or its only key is "params", as in the model's variables.
     """
     weights: dict[str, Any] = {}
     problems, attached = [], []

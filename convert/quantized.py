@@ -1,4 +1,4 @@
-"""Quantized weights in checkpoints: assemble them from tensors, quantize arrays when reading, or convert them back."""
+"""Assemble a checkpoint's quantized weights from tensors, and quantize or dequantize weights as they are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List the problems with a quantized weight's tensors after the first; `like` is a one-row weight of this kind."""
+    """List problems with all tensors in `parts` except the first; `like` is a one-row weight of the expected kind."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -77,7 +77,7 @@ def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized]
 
 
 def file_stem(kind: type[Quantized] | None) -> str:
-    """Return the prefix of file names for a kind of weight; transformers does not find files of quantized weights."""
+    """Return the file-name prefix for a kind of weight; transformers ignores files whose prefix names a kind."""
     return STEM if kind is None else f"{STEM}.{kind.name}"
 
 
@@ -135,7 +135,7 @@ class _Computed(Tensor):
     compute: Callable[[Any], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded only once, to the final dtype; rows are always read as a whole."""
+        """Return the values rounded once to the final dtype; rows are read whole, even if `part` is narrower."""
         rows, *columns = part or (slice(None),)
 
         def read(tensor: Tensor) -> np.ndarray:

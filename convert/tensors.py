@@ -83,7 +83,8 @@ class Tensor:
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
         """Split a part of the tensor into contiguous pieces; yield each as an offset in the file and a view of `array`.
 
-        `part` has one slice for each of at most two axes. `array` contains the part's values and is C-contiguous.
+        The tensor has one or two axes, and `part` has one slice per axis. `array` contains the part's values and is
+        C-contiguous.
         """
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
         width = math.prod(self.shape[1:]) * array.itemsize
@@ -128,8 +129,8 @@ class DerivedTensor(Tensor):
 def read_header(file: Path) -> dict[str, Tensor]:
     """Check a file's header, and return its tensors in the order of their offsets.
 
-    This function first looks for problems that safetensors does not report: duplicate names, unknown fields, and the
-    names of tensors that are missing from a truncated file. Then safetensors checks dtypes, shapes and offsets.
+    This function first reports what safetensors would not: duplicate names, unknown fields, and which tensors are
+    missing from a truncated file. Then safetensors checks dtypes, shapes and offsets.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):  # checked first, because opening a pipe would block
@@ -185,7 +186,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _open(file: Path) -> safe_open:
-    # Do not map the file: mapped pages count as the process's memory, and truncating the file would end the process.
+    # Do not map the file: mapped pages count as the process's memory, and truncating the file would crash the process.
     return safe_open(file, framework="numpy", backend="pread")
 
 

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Keep `python -m` from importing the user's files, such as a convert.py, instead of packages.
+    # Remove the directory that `python -m` adds to `sys.path`, so that a user's convert.py does not hide a package.
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if not sys.flags.safe_path and sys.path[0] == os.getcwd() != package:
         del sys.path[0]

@@ -162,7 +162,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # merge per-prompt eos ids, which are for the prompts of a later call
+    if not is_traced(cfg):  # merge per-prompt eos ids, because `cfg` may be meant for a later call with more prompts
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -236,7 +236,7 @@ def _run(
     seconds: float | None,
     calls: HostCalls | None,
 ) -> GenerateOutput:
-    """Run an eager call. Raise an error if a row could not continue."""
+    """Run an eager call. Raise `GenerationError` if any row failed."""
     check_call_memory(prepared.run, prepared.request.ids.shape[1])
     if streamer is None and seconds is None:
         decoded = run_whole(prepared.run, prepared.request, mode=prepared.mode)

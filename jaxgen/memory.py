@@ -18,7 +18,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
     """Raise an `InputError` unless each device has `needed` free bytes. All CPU devices share the same memory.
 
-    `what` starts the message, with {} for the needed size. `remedy` maps the free bytes per device to a suggestion.
+    The error message begins with `what`, with {} replaced by the required size. `remedy` maps the free bytes per device
+    to a suggestion.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = min(local, key=lambda device: device.id)

@@ -30,7 +30,7 @@ class GenerateOutput:
 
     Attributes:
         sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. If only embeddings
-            are passed, the prompt is missing. With `token_healing`, the prompt lacks the removed tokens.
+            are passed, `sequences` omits the prompt. With `token_healing`, the prompt lacks the removed tokens.
         attention_mask: bool[B*R, P + N], True for tokens, False for padding.
         lengths: int32[B*R], the number of generated tokens per row, including eos.
         stop_reasons: int32[B*R], a `StopReason` per row.
@@ -135,7 +135,7 @@ class GenerateOutput:
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # The cache contains all tokens except the last generated one. Extra cached tokens came before the prompt.
+        # The cache lacks only a row's last generated token. `before` is the number of cached tokens before the prompt.
         before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
         order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
         cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]

@@ -37,7 +37,7 @@ def warmup(
     assistant=None,
     hook=None,
 ) -> int:
-    """Compile the programs that calls of `generate` will need, so that the first calls do not have to wait.
+    """Compile the programs that calls to `generate` will need, so that the first calls do not have to wait.
 
     >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
     6

@@ -3,7 +3,8 @@
 jax's compilation cache saves only the compile time: its key is the lowered program, so programs must still be traced
 and lowered. Here, the key consists of everything that determines a program: jaxgen's source, the versions of jax and
 jaxlib, jax's settings, the device, the static arguments, and the shapes and dtypes of the other arguments. A program is
-stored only if its full key can be described. The caller's functions cannot be described, because their code may change.
+stored only if its full key can be described. Programs that use the caller's functions are not stored, because the code
+of these functions may change.
 
 The files must be trusted, like those in jax's cache, because they contain pickles and machine code.
 """
@@ -36,7 +37,7 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
 _CHANGING = threading.Lock()  # guards a jax setting that all threads share
-_BEFORE: list[float] = []  # the jax setting's value before each running compilation
+_BEFORE: list[float] = []  # saved values of the jax setting, one for each running compilation
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -91,7 +92,7 @@ def _described(value: Any) -> str:
     name = _name(type(value))
     if dataclasses.is_dataclass(value):
         return f"{name} {_described([getattr(value, field.name) for field in dataclasses.fields(value)])}"
-    return f"{name} {_described(list(value.__reduce_ex__(2)[1:3]))}"  # described by the contents of its pickle
+    return f"{name} {_described(list(value.__reduce_ex__(2)[1:3]))}"  # the data that pickle would store for `value`
 
 
 def _name(value: Any) -> str:
@@ -103,7 +104,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return everything except the call that determines a program: versions, source, device, flags and settings."""
+    """Return what determines a program apart from the call: versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -120,7 +121,7 @@ def _source() -> str:
 
 
 def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None:
-    """Return the program in a file, or None if it must be compiled. `arguments` is the structure of its arguments."""
+    """Return the program in a file, or None if it must be compiled. `arguments` is the program's argument structure."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
     except (OSError, zlib.error):  # the file is missing or incomplete; `zlib` verifies a checksum
@@ -136,7 +137,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Bypass jax's own cache, because a program that XLA serializes twice lacks some functions.
+    """Bypass jax's own cache, because XLA drops functions if it serializes a program that was loaded from a file.
 
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" on the first call.
     """

@@ -25,7 +25,7 @@ from jaxgen.memory import SMALL, check_free
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # maximum number of programs; on a CPU, each uses about 20 MB of memory
-_FEW = 8  # number of programs that are kept even if the caller's programs use up the memory maps
+_FEW = 8  # number of programs that are kept even if memory maps are scarce
 _PROC = Path("/proc")
 _REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
@@ -44,7 +44,7 @@ def _is_transformed() -> bool:
 
 
 class Programs:
-    """The compiled programs of eager calls, up to a maximum number, or fewer if memory maps are scarce.
+    """A cache of compiled programs for eager calls. If memory maps are scarce, fewer programs are kept.
 
     Attributes:
         most: the maximum number of programs.
@@ -62,7 +62,7 @@ class Programs:
         return len(self._programs)
 
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
-        """Return the program for a key. If there is none, create it with `make`, and drop others if necessary.
+        """Return the program for a key. Create a missing program with `make`, and drop other programs if necessary.
 
         A dropped program is freed once no thread runs it. `Program` builds keys, and `log_compilation` compares them.
         """
@@ -123,7 +123,8 @@ class Program:
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        # Under jax.grad, compiler options are not allowed. If there are only CPUs, the arguments need not be examined.
+        # `on_cpu` turns on compiler options, which are not allowed under jax.grad. If `cpu` is the only backend, every
+        # program runs on a CPU, whatever its arguments are.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
         # The form of a jax array is its `aval`. Checking for this attribute is faster than `isinstance`.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]

@@ -3,7 +3,7 @@
     logging.basicConfig()
     logging.getLogger("jaxgen").setLevel(logging.INFO)
 
-After this, a call of `generate` with a different number of prompts and with `top_p` logs, for example:
+For example, if a call to `generate` turns on `top_p` and has a different number of prompts, the log then shows:
 
     INFO:jaxgen:compiling generate: ids int32[8,32], was int32[4,32]; option top_p is on, was off; and 2 more
 """
@@ -20,8 +20,8 @@ import jax
 
 LOG = logging.getLogger("jaxgen")
 _SHOWN = 4  # maximum number of differences in a message
-_WIDTH = 40  # maximum number of characters of a value
-# Parts of a path that mean nothing to a reader, and parts whose differences follow from other differences.
+_WIDTH = 40  # maximum number of characters in a value
+# Messages omit the names in `_INNER`. Differences in `_FOLLOWING` come last, because other differences cause them.
 _INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
 _FOLLOWING = {"params", "state"}
 
@@ -38,7 +38,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
     for program, *_ in freed:
         LOG.info("freed a program of %s, the least recently used of %d", program.name, len(others))
     new = _arguments(key)
-    # The most recently used program comes first, so that it wins ties in the number of differences.
+    # The most recently used program comes first, so that `min` selects it if several programs differ equally.
     found = [_differences(new, _arguments(other)) for other in reversed(others) if other[0] is key[0]]
     texts = min(found, key=len, default=[])
     shown = "; ".join([*texts[:_SHOWN], *([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])])
@@ -49,7 +49,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Form of a leaf. For a jax array, it is the abstract value; otherwise, it is the shape and the dtype or type."""
+    """Form of a leaf: the abstract value of a jax array, or the shape and dtype (or Python type) of another leaf."""
 
     form: Hashable
 
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Return a difference's rank for sorting. Prompts come first, then settings, then parts that depend on them."""
+    """Return a sort key for a difference. Prompts come first, then settings, then parameters and state."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 

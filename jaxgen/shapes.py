@@ -68,7 +68,7 @@ def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
 def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Add `values float32[B, n]` at the positions `index int32[B, n]` of each row of `x [B, N]`.
 
-    Positions past the end are dropped. Several values for the same position add up. See `put`.
+    Positions past the end are dropped. If a position occurs several times, all its values are added. See `put`.
     """
     return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
 

@@ -67,7 +67,7 @@ _NOT_IN_FINGERPRINT = set(
 class _AnswerJob:
     """A validated request, created before the weights are read.
 
-    `lines` is empty if `chat` is set. `slots` is None if the lines are not answered in slots.
+    `lines` is empty if `chat` is set. `slots` is the number of slots, or None if no slots are used.
     """
 
     source: Checkpoint
@@ -190,7 +190,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
         )
     if reason is not None:
         return None
-    most = power_of_two(prompts * cfg.num_return_sequences, 1)  # the number of sequences, rounded up
+    most = power_of_two(prompts * cfg.num_return_sequences, 1)  # the number of sequences, rounded up to a power of 2
     return min(options.slots or cfg.slots or DEFAULT_SLOTS, most)
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# These options affect answers only through rounding, so a resumed run may change them (with a warning in 16 bits).
+# A resumed run may change these options, which affect only rounding. With a 16-bit dtype, a change causes a warning.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
@@ -86,7 +86,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         target: the file for the answers, in the order of the prompts.
         run: everything that the answers depend on, as JSON values. Values named in `_ROUNDING` may differ between runs.
         prompts: the number of prompts in the whole input.
-        shard: the prompts to answer in the block.
+        shard: the prompts that this process answers.
 
     Raises:
         InputError: the file exists or cannot be written, another process is writing the same shard, or a partial file

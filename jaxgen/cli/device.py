@@ -17,7 +17,7 @@ def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractCont
     """
     platform, number = chosen or (None, None)
     if platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # so that no GPU is started, and no GPU memory is reserved
+        jax.config.update("jax_platforms", "cpu")  # so that jax does not initialize a GPU and reserve its memory
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:

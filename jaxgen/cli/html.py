@@ -19,7 +19,7 @@ ALTERNATIVES = 5  # number of most likely tokens to show at each position
 
 
 def check_target(path: Path) -> None:
-    """Raise an error if the page cannot be written to `path`; only an earlier page may be replaced."""
+    """Raise an error if a page cannot be written to `path`; an existing file is replaced only if `--html` wrote it."""
     if not path.parent.is_dir():
         raise InputError(f"--html {path}: the directory {path.parent} does not exist")
     if path.is_dir():

@@ -28,9 +28,9 @@ LINE_WIDTH = 1000  # values on the command line can be long
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    The status is 0 for success, 2 for bad input, 130 for Ctrl-C, and 141 if stdout is closed. For a failure at run time
-    (too little memory, an answer that cannot continue, a lost process), it is 1. Each error or warning is one line on
-    stderr.
+    The status is 0 for success, 2 for bad input, 130 for Ctrl-C, and 141 if stdout is closed. The status is 1 for
+    failures at run time, such as too little memory, a lost process, or an answer that could not be completed. Each
+    error or warning is one line on stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():

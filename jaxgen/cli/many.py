@@ -1,4 +1,4 @@
-"""Answer the prompts of --input in batches or in slots. When an answer ends, its slot takes the next prompt."""
+"""Answer the prompts from --input, in batches or in slots. When an answer ends, its slot takes the next prompt."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Progress:
         self.shown = 0.0
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Count the answers to one more prompt, and update the status line if an update is due."""
+        """Add one more prompt and its tokens to the counts, and update the status line if an update is due."""
         self.answered += 1
         self.tokens += sum(entry["tokens"] for entry in entries)
         now = time.monotonic()
@@ -144,9 +144,9 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 def _in_slots(
     lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, *, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each line's index and output, once all answers to the line have ended.
+    """Once all of a line's answers are finished, yield the line's index and output.
 
-    Process 0 answers the lines, and the engines of the other processes follow process 0.
+    Only process 0 submits lines and yields outputs. The engines of the other processes carry out process 0's plans.
     """
     if not engine.leads:
         return
@@ -169,7 +169,7 @@ def _in_batches(
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield each remaining line's index and output.
 
-    Batches are always formed from all `indices`, so that a resumed run rounds in the same way as the first run.
+    Batches are always formed from all `indices`, so that rounding is the same in a resumed run as in the first run.
     """
     keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
     copies = session.cfg.num_return_sequences
@@ -187,7 +187,7 @@ def _in_batches(
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
-    """Answer a batch of lines; a row that cannot continue ends early."""
+    """Generate the answers to a batch of input lines; an answer that cannot continue ends early, without an error."""
     ids, mask = session.tokenizer.pad([line.ids for line in part])
     ids = ids * mask  # the tokenizer may pad with an id outside the model's vocabulary
     cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])

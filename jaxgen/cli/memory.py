@@ -1,4 +1,4 @@
-"""Check that there is enough memory before spending time on reading the weights."""
+"""Check that there is enough memory before spending time reading the weights."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command lacks an option that the Python API or `jaxgen train` has; otherwise, return ""."""
+    """Return why `jaxgen` lacks an option of the Python API or of `jaxgen train`; return "" for any other option."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:
@@ -243,8 +243,8 @@ def setting(text: str) -> dict[str, Any]:
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
-    A limit on the command line replaces the checkpoint's alternative limit. For example, --max-length clears
-    max_new_tokens.
+    A limit on the command line overrides the checkpoint's limit, even if the two limits have different names. For
+    example, --max-length clears max_new_tokens.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}

@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The arguments of `generate`, and statistics. `generate_kwargs` contains the arguments that have no field."""
+    """Arguments of `generate` and statistics of a run. `generate_kwargs` contains all other arguments."""
 
     params: Any
     cfg: GenerationConfig

@@ -49,7 +49,7 @@ class Stats:
             self.tokens += len(times) - 2
 
     def now(self) -> tuple[float, float]:
-        """Return the time in seconds, and the value of `compile`."""
+        """Return the current time and the total compilation time so far, both in seconds."""
         return time.perf_counter(), self.compile
 
     def _generated(self, begin: tuple[float, float], end: tuple[float, float]) -> None:

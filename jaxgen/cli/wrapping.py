@@ -18,15 +18,15 @@ class Wrapper:
     """Wraps text that arrives in pieces. Lines break at spaces, or next to wide characters, such as Chinese characters.
 
     A word is held back until it is complete or no longer fits on the line, so that text on the screen never moves.
-    Spaces at the end of a line are dropped. The terminal breaks words that are longer than a line. It also breaks long
-    lines of fenced code, because an added newline could corrupt the code.
+    Spaces at the end of a line are dropped. The terminal breaks words that are longer than a line. Long lines of
+    fenced code are also left to the terminal, because inserting a newline could corrupt the code.
     """
 
     def __init__(self):
         self._restart()
 
     def put(self, text: str, columns: int) -> str:
-        """Append text; return the part that can be printed now on a terminal with `columns` columns."""
+        """Add `text`, and return the wrapped text that is ready to print; the terminal has `columns` columns."""
         return "".join(self._put(char, columns) for char in text)
 
     def end(self) -> str:
@@ -71,7 +71,7 @@ class Wrapper:
         return shown
 
     def _place(self, char: str, columns: int) -> str:
-        """Return the character to print; if the line is full, the terminal moves the character to a new line."""
+        """Return the character, and advance the column; the terminal itself begins a new line when a line is full."""
         column = _after(self._column, char)
         self._column = column if column <= columns else _after(0, char)
         return char

@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
-    """Raise an error if an option, or a combination of options, is not offered.
+    """Raise an error if an option or a combination of options is not supported.
 
     As in transformers, an option that the decode mode does not read causes only a warning (see `warn_unused`).
     """

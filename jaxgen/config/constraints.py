@@ -46,7 +46,7 @@ class PhrasalConstraint:
 
     @property
     def alternatives(self) -> tuple[Phrase, ...]:
-        """The phrase, as the only alternative."""
+        """A tuple with the phrase as its only element."""
         return (tuple(self.token_ids),)
 
 
@@ -61,7 +61,7 @@ class DisjunctiveConstraint:
         nested_token_ids: the ids of each phrase. No phrase may be the beginning of another.
 
     Raises:
-        ConfigError: there are no phrases, a phrase is empty or the beginning of another, or an id is negative.
+        ConfigError: there are no phrases, a phrase is empty, one phrase begins with another, or an id is negative.
         TypeError: `nested_token_ids` contains something other than lists of ids.
     """
 
@@ -119,7 +119,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases and tuples of alternatives. `value` may be an array `[C, A, W]`, padded with -1."""
+        """Return constraints as phrases or tuples of phrases. `value` may be an array `[C, A, W]`, padded with -1."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)

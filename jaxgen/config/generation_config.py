@@ -48,7 +48,7 @@ _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.pe
 
 @dataclasses.dataclass(frozen=True)
 class _Inherited:
-    """Names of the options that the checkpoint sets. All instances are equal, so names never cause recompilation."""
+    """Names of the options that the checkpoint sets. Changing `names` never recompiles: comparisons ignore `names`."""
 
     names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
@@ -56,14 +56,14 @@ class _Inherited:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _InRequest:
-    """Placeholder for an option value that is in the requests instead; it is not equal to any neutral value."""
+    """Placeholder for an option value that is stored in the requests; the placeholder is never a neutral value."""
 
 
 IN_REQUEST = _InRequest()
 
 
 class _Instead:
-    """A method of transformers' `GenerationConfig` with a different name here; accessing it raises an error."""
+    """A method that only transformers' `GenerationConfig` has; accessing the method raises an error with a remedy."""
 
     def __init__(self, remedy: str):
         self.remedy = remedy
@@ -144,8 +144,8 @@ class GenerationConfig(GenerationOptions):
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Split into a config that all prompts share, and the values of the enabled per-prompt options, by name.
 
-        Each value is a pytree of arrays, which apply to all prompts or have one entry per prompt. In the config,
-        `IN_REQUEST` replaces these values, so that the options remain on.
+        Each value is a pytree of arrays, which apply to all prompts or have one entry per prompt. In the returned
+        config, these options remain on, with the placeholder `IN_REQUEST` as their value.
         """
         values = {
             name: leaf
@@ -155,7 +155,7 @@ class GenerationConfig(GenerationOptions):
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
     def in_requests(self, names: Collection[str]) -> GenerationConfig:
-        """Return an unchecked copy in which the options in `names` are on and their values are in the requests."""
+        """Return an unchecked copy that turns on the options in `names` and sets their values to `IN_REQUEST`."""
         return self._changed(dict.fromkeys(names, IN_REQUEST) | {"enabled": self.enabled.union(names)})
 
     def reset(self, names: Collection[str]) -> GenerationConfig:
@@ -176,8 +176,8 @@ class GenerationConfig(GenerationOptions):
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
         `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. Everywhere
-        else, ids outside the vocabulary are rejected. Values that the decode mode does not read cause a warning only if
-        `replace` sets them.
+        else, ids outside the vocabulary are rejected. If the decode mode does not read a value in `config`, there is no
+        warning, unless `replace` sets the option later.
 
         Raises:
             ConfigError: a field is unknown, or a value is not allowed.
@@ -264,7 +264,7 @@ class GenerationConfig(GenerationOptions):
         return [option for option in OPTIONS.values() if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
-        """Split into the traced values and the static fields."""
+        """Split the config into its traced values and its static data."""
         return self._flat
 
     @functools.cached_property
@@ -317,7 +317,7 @@ class GenerationConfig(GenerationOptions):
 
 
 def model_of(cfg: GenerationConfig) -> ModelConfig:
-    """Return `cfg.model`. Raise ConfigError if it is None, and TypeError if `cfg` is not a GenerationConfig."""
+    """Return `cfg.model`. Raise ConfigError if the model is None, and TypeError if `cfg` is not a GenerationConfig."""
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(
             f"cfg must be a GenerationConfig, got {type(cfg).__name__}: load_hf(path) returns one with the parameters, "
@@ -346,7 +346,7 @@ def _vocabulary(cfg: GenerationConfig) -> int | None:
 
 
 def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> None:
-    """Raise an error if an option in `names` has a value that is not offered."""
+    """Raise an error if an option in `names` has an unsupported value."""
     for option in OPTIONS.values():
         if not option.refused or option.name not in names:
             continue
@@ -401,9 +401,9 @@ def _check_beams(cfg: GenerationConfig) -> None:
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn about options that were set but that the decode mode does not read, as `GenerationConfig.validate` does.
+    """Like transformers' `GenerationConfig.validate`, warn about options that are set but unused in the decode mode.
 
-    There is no warning for a traced value, which may be the default, or for a value that the checkpoint sets.
+    Traced values cause no warning, because they may equal the default. Values from the checkpoint also cause none.
     """
     inherited = cfg._inherited.names
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread() if option.name not in inherited]

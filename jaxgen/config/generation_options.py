@@ -64,7 +64,7 @@ _refused = functools.partial(declare, Anything(), "", group=REFUSED)
 
 
 class _Watermark(Kind):
-    """A `WatermarkingConfig` or a dict of its fields. The leaf is the config, which is a pytree."""
+    """A `WatermarkingConfig` or a dict of its fields. The program receives the config as a pytree."""
 
     traced = True
     type_name = "WatermarkingConfig or dict"
@@ -81,9 +81,9 @@ class _Watermark(Kind):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationOptions(SamplingOptions):
-    """The fields of `GenerationConfig`, in the order of the option reference; the first are in `SamplingOptions`."""
+    """The options of `GenerationConfig`, in the order of the option reference."""
 
-    # Scores, in the order in which they are applied
+    # Logits processors, in the order in which they run
     guidance_scale: Number | None = _score(
         Real(1.0, optional=True),
         default=None,

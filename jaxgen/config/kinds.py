@@ -35,7 +35,7 @@ class Kind:
         type_name: the type as the option reference shows it.
         neutral: the neutral value, at which the option is off; for a static kind, the default.
         per_prompt: True if one value per prompt is allowed.
-        ranks: the number of axes of each array in the leaf when one value serves all prompts.
+        ranks: the number of axes of each array in the leaf, not counting an axis for the prompts.
         optional: True if None is allowed and means a default other than None.
     """
 
@@ -83,7 +83,7 @@ class Kind:
         return list(values)
 
     def off_leaf(self, entries: int, width: int) -> Any:
-        """Return the leaf for a prompt without the option, if the option is on for other prompts.
+        """Return the leaf that turns the option off for one prompt in a program where the option is on.
 
         Tables have `entries` entries of `width` ids each.
         """
@@ -198,7 +198,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or list of strings for all prompts, or a list that has a list of strings or None for each prompt."""
+    """A string or list of strings for all prompts, or a list with one entry per prompt (a list of strings or None)."""
 
     type_name = "str or list"
     per_prompt = True
@@ -231,7 +231,7 @@ class Text(Static):
 
 
 class Flags(Flag):
-    """A bool for all prompts, which is part of the program, or one bool per prompt. The leaf is None or bool[B]."""
+    """One static bool for all prompts, or one traced bool per prompt. The leaf is None or bool[B]."""
 
     traced = per_prompt = True
 

@@ -47,7 +47,7 @@ class Option:
         modes: the decode modes that read the option; None for all. Modes that draw tokens also read `sample`'s options.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
-        of_tokens: True if the option depends on the prompt's tokens, so that a cache must include token ids.
+        of_tokens: True if the option depends on the prompt's token ids, which a given cache must then include.
         host: True if the option is used on the host, not by the compiled loop.
         command: True or a string if the command offers the option; a string is appended to the option's help text.
         instead_of: the alternative limit, which is cleared when this option is set on the command line.
@@ -82,7 +82,7 @@ class Option:
         return self.kind.parse(self.name, value)
 
     def is_given(self, value: Any) -> bool:
-        """Return True if a value in normal form differs from the default and is not off."""
+        """Return True if a value (in normal form) differs from the default and does not turn the option off."""
         if is_array(value):
             if is_tracer(value) or value.ndim:
                 return True
@@ -93,6 +93,6 @@ class Option:
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record. If omitted, `default` is the kind's neutral value."""
+    """Return a dataclass field with an option's record. If omitted, `default` is the kind's neutral value."""
     default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

@@ -61,7 +61,7 @@ def _default(option: Option) -> str:
 
 
 def _transformers(option: Option) -> str:
-    """Return the option's class in transformers, its release if it is not 4.41.1, and the differences."""
+    """Return the text for the column "transformers": the class, the release (if not 4.41.1), and how jaxgen differs."""
     since = {"": "", "jaxgen": "jaxgen's own", "later": "a later release"}.get(option.since, f"release {option.since}")
     return "; ".join(part for part in (option.hf and f"`{option.hf}`", since, option.differs) if part)
 

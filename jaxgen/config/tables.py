@@ -1,6 +1,6 @@
 """Kinds of options that consist of token ids (sets, sequences, biases), and their tables in a compiled program.
 
-The numbers in a table are traced. Table sizes are static, but rounded up to powers of two; unused entries are -1.
+The numbers in a table are traced. Table sizes are static and are rounded up to powers of two; unused entries are -1.
 Changing ids therefore does not cause recompilation, and adding ids usually does not either.
 """
 
@@ -186,7 +186,7 @@ class SequenceBias(_Table):
         return self.leaf(value)[0]
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a FrozenDict `{(id, ...): bias}`; if there is one dict per prompt, return the leaf."""
+        """Return a FrozenDict `{(id, ...): bias}`, or a pair of arrays for a traced value or one dict per prompt."""
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:

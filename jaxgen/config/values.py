@@ -1,6 +1,6 @@
 """Functions that recognize arrays among option values, and convert the values to hashable or JSON-compatible forms.
 
-This module does not import jax. Arrays and tracers of jax are recognized only if jax is already loaded.
+This module does not import jax. JAX arrays and tracers are recognized only if jax is already loaded.
 """
 
 from __future__ import annotations

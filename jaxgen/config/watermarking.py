@@ -77,13 +77,13 @@ class WatermarkingConfig:
         return {name: np.asarray(getattr(self, name)).item() for name in _KINDS}
 
     def tree_flatten(self):
-        """Split into the traced values and the static fields."""
+        """Split the config into its traced values and its static fields."""
         leaves = tuple(_KINDS[name].leaf(getattr(self, name)) for name in _TRACED)
         return leaves, tuple(getattr(self, name) for name in _STATIC)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Rebuild from the result of `tree_flatten`. Values may be placeholders from jax and are not checked."""
+        """Rebuild from the result of `tree_flatten`. JAX may pass placeholders, so values are not checked."""
         config = object.__new__(cls)
         for name, value in zip((*_STATIC, *_TRACED), (*static, *leaves), strict=True):
             object.__setattr__(config, name, value)

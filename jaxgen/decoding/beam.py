@@ -70,7 +70,7 @@ class Beams:
 
     @classmethod
     def begin(cls, rows: Rows, count: int, capacity: int) -> Beams:
-        """Begin searches of `count` identical beams each."""
+        """Begin the searches, each with `count` identical beams."""
         searches = rows.count // count
         # All beams of a search are still identical, so all but the first start with a low score.
         scores = jnp.full((searches, count), -1e9).at[:, 0].set(0.0)
@@ -85,7 +85,7 @@ class BeamState:
 
     Attributes:
         beams: the searches of all prompts.
-        cache: the keys and values of each row's tokens, except its last token.
+        cache: the keys and values of all but the last token of each row.
         recording: the per-step records. As in transformers, they stay in their rows when the beams are reordered.
         cache_ids: as in `Rows`.
         keys: key[B], or None if nothing is sampled.
@@ -135,7 +135,7 @@ class BeamSearch(Mode):
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 
     def finish(self, run: Run, state: BeamState) -> Decoded:
-        """Return the best hypotheses of each prompt. Running beams of incomplete searches count too."""
+        """Return the best hypotheses of each prompt. An incomplete search may also return beams that have not ended."""
         beams, hypotheses = state.beams, state.beams.hypotheses
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
@@ -151,7 +151,7 @@ class BeamSearch(Mode):
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
         best = dataclasses.replace(best, recording=state.recording, cache_ids=state.cache_ids)
         step = best.history.step
-        # A token's keys and values are in the cache row from which the next token was chosen.
+        # The keys and values of token i are in the cache row of the beam that token i + 1 extended.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
         decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
@@ -294,15 +294,15 @@ class Step:
         """Return the next beams, and the row that each of them continues, int32[rows].
 
         Args:
-            results: k beams of each search that have ended. Beams with a total of -inf do not count.
-            running: k beams of each search that have not ended.
+            results: for each search, k beams that have ended. Beams with a total of -inf do not count.
+            running: for each search, k beams that have not ended.
             best: float32[S], the best total of all continuations.
         """
         run, rows, hypotheses = self.run, self.beams.rows, self.beams.hypotheses
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation may itself be a result, and `_is_complete` compares its score with the results' scores.
+        # A result may be the best continuation. `_is_complete` compares the best score with the results' scores.
         # A single division computes all scores, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
@@ -327,7 +327,7 @@ class Step:
         return beams, running.parents.reshape(-1)
 
     def _rows(self, continuations: Continuations) -> tuple[Rows, jax.Array]:
-        """Return the rows of continuations, with log-probabilities, and the origins of these rows, int32[S * n, N]."""
+        """Return the continuations' rows, including log-probabilities, and `origins int32[S * n, N]` as in `Beams`."""
         parents, count = continuations.parents.reshape(-1), self.totals.shape[1]
         added = repeat_rows(self.live, parents.size)
         rows = self.extend(continuations)

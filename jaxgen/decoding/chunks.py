@@ -28,7 +28,7 @@ class Arrivals:
     """The changes to apply before a chunk, in arrays of fixed sizes.
 
     Attributes:
-        request: M prompts, as a complete request (`Request.complete`) without random keys.
+        request: a request with M prompts, in the form that `Request.complete` returns, without random keys.
         number: int32[M], the number that identifies each prompt; `NOBODY` in unused entries.
         sequences: int32[M], the number of sequences of each prompt.
         key_data: uint32[M, ...], the key data of each prompt.
@@ -74,8 +74,9 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and an array int32[E + 1, C]. The array's first row contains the number of journal entries, the
-        number of waiting prompts, and the total number of steps so far. The journal entries follow in the other rows.
+        The state, and an array int32[E + 1, C] of three counts and the journal entries. The array's first row contains
+        the number of journal entries, the number of waiting prompts, and the total number of steps so far. The journal
+        entries follow in the other rows.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     journal = dataclasses.replace(state.results, count=jnp.zeros((), jnp.int32))
@@ -98,8 +99,8 @@ def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous
     program, every device would store the whole initial state.
     """
     state = open_queue(run, arrivals, mode, key_impl, **sizes)
-    # Put the step count on the mesh. Otherwise, the next chunk would be compiled for a step count that is not on the
-    # mesh, and the chunk after it would have to be compiled again.
+    # Put the step count on the mesh. Otherwise, `run_chunk` would be compiled twice, first for a step count that is not
+    # on the mesh, and then for a step count on the mesh.
     state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
     return run_chunk(run, state, arrivals, steps, mode, key_impl)
 

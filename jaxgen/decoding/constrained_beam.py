@@ -26,7 +26,7 @@ class ConstrainedBeamSearch(BeamSearch):
 
         Beams with unmet constraints count only if fewer than `num_return_sequences` beams meet all constraints.
         """
-        # Unlike in transformers, a beam with a banned token does not count.
+        # Unlike in transformers, a beam with a banned token never counts as meeting the constraints.
         met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
         return ~beams.complete[:, None] & (met | few)
@@ -122,7 +122,8 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
-    # Very low scores can mix the sorted banks. As in transformers, a new bank begins wherever `banks` changes.
+    # If scores differ by more than 100, continuations of different banks can alternate in the sorted order. As in
+    # transformers, a new bank begins wherever `banks` changes.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

@@ -1,9 +1,10 @@
 """Progress of rows through the constraints of beam search, as in transformers' `ConstraintListState`.
 
-A constraint has one or more alternatives, and no alternative is a prefix of another. The tokens of a row, including its
-prompt, meet constraints one at a time, so at most one constraint is in progress. A pending constraint is in progress
-once a token begins it. If the next token does not continue any of the constraint's alternatives, the constraint goes
-back to the end of the queue of pending constraints. A token that interrupts one constraint cannot begin another.
+A constraint has one or more alternatives, and no alternative is a prefix of another. A row's tokens, including its
+prompt, satisfy one constraint after another, so at most one constraint is in progress. A pending constraint becomes
+the constraint in progress when a token begins one of its alternatives. If the next token does not continue any of the
+constraint's alternatives, the constraint goes back to the end of the queue of pending constraints. A token that
+interrupts one constraint cannot begin another.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ConstraintAutomaton:
 
     @classmethod
     def from_config(cls, cfg: GenerationConfig) -> ConstraintAutomaton:
-        """Return the constraints of a config whose values are arrays. There must be at least one constraint."""
+        """Return the constraints of a config that stores them as arrays. There must be at least one constraint."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
 
@@ -132,8 +133,9 @@ class ConstraintAutomaton:
     def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
         """Return the banks, int32[rows, C, A], by which proposals are sorted.
 
-        In transformers, all copies of a constraint in progress share one list of matched tokens. A row's proposals
-        are therefore added to the shared list in turn. A proposal that does not continue the list makes no progress.
+        In transformers, all copies of the constraint that is in progress share one list of matched tokens. A row's
+        proposals are therefore added to the shared list in turn. If a proposed token does not continue the matched
+        tokens, the proposal makes no progress.
 
         Args:
             state: the state of the rows before the proposals.
@@ -172,8 +174,8 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        An alternative has no next token if its first `matched int32[rows]` tokens differ from those of
-        `alternative int32[rows]`.
+        The matched tokens are the first `matched int32[rows]` tokens of the alternative with the index
+        `alternative int32[rows]`. An alternative that does not start with the matched tokens has no next token.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]
@@ -183,7 +185,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return int32[rows], the longest constraint's length minus the rest of `constraint`'s longest alternative."""
+        """Return each row's progress, int32[rows], as if the row were matching `constraint`'s longest alternative."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

@@ -43,7 +43,7 @@ class Dola(Sample):
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
         processed = process(run, rows, scores)
-        # If processors or a grammar ban all tokens that DoLa keeps, use the logits; transformers chooses token 0.
+        # If processors or a grammar ban all tokens that DoLa keeps, use the logits. Transformers would choose token 0.
         banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
         processed = lax.cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
@@ -55,7 +55,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     """Return the candidate layers that `dola_layers` selects. Layer 0 refers to the embeddings.
 
     Raises:
-        ConfigError: `dola_layers` includes the last layer or a higher number, or selects no layers.
+        ConfigError: `dola_layers` selects no layers, or a layer that does not come before the last layer.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
@@ -96,7 +96,9 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """For each row, subtract the log-probabilities of the candidate layer that differs most, and ban unlikely tokens.
+    """Return the contrasted scores, float32[rows, V], in which unlikely tokens are banned.
+
+    For each row, subtract the log-probabilities of the candidate layer that differs most from the last layer.
 
     Args:
         mature: float32[rows, V], the model's logits.

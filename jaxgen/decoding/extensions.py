@@ -118,9 +118,9 @@ _CALLED: dict[int, HostCalls] = {}
 class HostCalls:
     """A host function that compiled programs refer to by number.
 
-    In an eager call of generate(), an exception in the function is stored in `error` and every row ends. The number is
-    released at the end of the call. Under the caller's jit, the number is part of the program and stays valid. An
-    exception in the function then surfaces as a JAX error.
+    In an eager call to generate(), an exception in the function is stored in `error` and every row ends. The number is
+    released at the end of the call. Under the caller's jit, the number is never released, because the compiled program
+    contains the number as a constant. An exception in the function then surfaces as a JAX error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):
@@ -131,7 +131,7 @@ class HostCalls:
 
     @property
     def pytree(self) -> HostFunction:
-        """The function as an argument of a compiled program."""
+        """The pytree through which a compiled program calls the function."""
         return HostFunction(np.asarray(self.number, np.int32), self.vocab)
 
     def close(self) -> None:

@@ -145,7 +145,8 @@ def observe(
     """Return a column's logits and unprocessed scores, both float32[rows, V], and the rows with the hook's new state.
 
     The hook is called first and may change the logits. The scores are the result of `score`, or the logits if `score`
-    is None, after guidance. The hook's state changes only in the rows where `live bool[rows]` is True.
+    is None. If guidance is on, the scores of the two streams are then combined. The hook's state changes only in the
+    rows where `live bool[rows]` is True.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
@@ -160,7 +161,7 @@ def observe(
 
 
 def begin_hook(run: Run, rows: Rows) -> Rows:
-    """Return the rows with the initial state of the user's hook."""
+    """Return a copy of `rows` that contains the initial state of the user's hook."""
     hook: StepHook = run.extensions.hook
     state = hook.init(guidance.stack(run.cfg, rows.history))
     count = rows.count * guidance.streams(run.cfg)

@@ -91,5 +91,5 @@ def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Arr
 
 
 def conditional(cfg: GenerationConfig, kv: KVCache) -> KVCache:
-    """Return the cache of the rows that read the prompt."""
+    """Return only the cache rows of the stream with the prompt."""
     return kv.take_rows(kv.rows // streams(cfg))

@@ -38,7 +38,8 @@ class StepOutput:
 
     Attributes:
         logits: float32[rows, V], before any processors.
-        hidden_states: L + 1 arrays `[rows, D]`, embeddings first; the last one is normed. Read-only.
+        hidden_states: L + 1 arrays `[rows, D]`: the embeddings, then the output of each layer. The last layer's output
+            is normalized. Read-only.
     """
 
     logits: jax.Array
@@ -53,8 +54,9 @@ class StepHook:
     Hooks replace transformers' `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. Override
     the methods that you need with pure functions. The state can be any pytree of arrays with one entry per row on the
     first axis. These arrays are repeated and reordered along with the rows. The first step has one row per prompt, and
-    later steps have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With
-    `slots`, a hook call covers a few prompts during prefill, one sequence entering a slot, and all slots afterwards.
+    later steps have one row per sequence. With `guidance_scale`, the rows of the stream without the prompt come last.
+    With `slots`, a hook call covers a few prompts during prefill, or a single sequence when the sequence enters a slot.
+    Hook calls in later steps cover all slots.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

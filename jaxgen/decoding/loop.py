@@ -41,8 +41,8 @@ class Mode(abc.ABC):
         takes_draft: True if a draft model may be passed. In this case, `Assisted` replaces the mode.
         drafts: True if the mode reads drafted tokens.
         replays: True if `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
-        refills: True if rows can be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
-        watched: the number of steps after which the host reads the tokens, with a streamer or `max_time`.
+        refills: True if rows can be replaced, which requires the methods `empty`, `enter` and `insert`.
+        watched: in a call with a streamer or `max_time`, the number of steps between the host's reads of the tokens.
         no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
@@ -84,7 +84,7 @@ class Mode(abc.ABC):
 
 @flax.struct.dataclass
 class Prefilled:
-    """The prompts after the model has read them.
+    """The result of prefill: the rows, the model's output and the cache.
 
     Attributes:
         rows: one row per prompt, before any token is generated.

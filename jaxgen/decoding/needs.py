@@ -13,7 +13,7 @@ class Needs:
         sequences: the number of rows in the loop per prompt.
         candidates: the number of candidate tokens that the model reads per row in each step.
         layer_states: True if the mode reads the hidden states of all layers at each row's last token.
-        final_states: True if the mode reads the last layer's normed hidden states of all tokens.
+        final_states: True if the mode reads the normed hidden states of the last layer at every token.
     """
 
     sequences: int = 1

@@ -136,8 +136,8 @@ class Pool:
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has not been fully read.
 
-        Prompts are read one at a time, so that no time is spent on empty places. On a mesh, the places are
-        divided over the devices, so all prompts are read at once.
+        Each pass reads a chunk of one prompt, so that the model computes nothing for empty places of the pool. On a
+        mesh, one pass reads a chunk of every prompt, because each device reads its own places of the pool.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -181,7 +181,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at `place int32[1]`. Taking the last sequence empties the place."""
+        """Take the next sequence of the prompt at `place int32[1]`. Taking a prompt's last sequence frees its place."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))

@@ -34,7 +34,7 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Copy the chunks at the places `have int32[R, J]` of the store to an empty cache with R rows."""
+    """Copy stored chunks to an empty cache with R rows. `have int32[R, J]` contains the chunks' places in the store."""
     rows, chunks = have.shape
     known = have != NOWHERE
     width = chunks * store.slots

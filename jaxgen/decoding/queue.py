@@ -16,7 +16,7 @@ class Queue:
     """Ring of Q places. Waiting prompts occupy consecutive places starting at `first`, wrapping around to place 0.
 
     Attributes:
-        request: the prompts in all places, as a complete request (see `Request.complete`).
+        request: a complete request (see `Request.complete`) with one prompt per place of the ring.
         number: int32[Q], the number that identifies each prompt; `NOBODY` for prompts to skip.
         sequences: int32[Q], the number of sequences of each prompt.
         first: int32[], the place of the next prompt.
@@ -37,5 +37,5 @@ class Queue:
         return self.number.shape[0]
 
     def place(self, order: jax.Array) -> jax.Array:
-        """Return the place that is `order int32[...]` places after `first`."""
+        """Return the place at the distance `order int32[...]` from `first`, wrapping around to place 0."""
         return (self.first + order) % self.places

@@ -19,7 +19,7 @@ from jaxgen.shapes import put, short_repr
 class LayerRecording(RowState):
     """Values from the model's layers for the prompts' tokens and for each generated token that the model has read.
 
-    Token axes have the same columns as `GenerateOutput.sequences`, with zeros for padding.
+    Entries along a token axis correspond to the columns of `GenerateOutput.sequences`; entries for padding are zero.
 
     Attributes:
         prefill: one array per layer: hidden states `[B, P, D]` or attention weights float32[B, A, P, P].
@@ -50,15 +50,16 @@ class LayerRecording(RowState):
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
-        """Record `layers [rows, ...]` for the newest of the `step int32[rows]` generated tokens in each live row."""
+        """Record `layers [rows, ...]` for the `step`-th generated token of each live row; `step` is int32[rows]."""
         decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """For each prompt column, return its token's index in all prefilled tokens, or -1 for padding, as int32[B, P].
+    """Return the index of each column's token among the prompt's prefilled tokens, int32[B, P]; -1 for padding.
 
-    A prompt has `length int32[B]` prefilled tokens. `mask bool[B, P]` marks the columns of the last prefilled tokens.
+    `length int32[B]` is the number of prefilled tokens in each prompt. The final prefilled tokens are in the columns
+    where `mask bool[B, P]` is True.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -95,7 +96,7 @@ class Recording(RowState):
         """Allocate space for `capacity` steps, and record the prefill's output. For `columns`, see `columns_of`."""
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
-        later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
+        later = max(capacity - 1, 1)  # the number of steps after the first, but at least 1, so that no array is empty
         hidden = attentions = None
         if cfg.output_hidden_states and out.hidden_states is not None:
             prefill = tuple(_in_columns(x[:prompts], columns, 1) for x in out.hidden_states)
@@ -113,7 +114,7 @@ class Recording(RowState):
         )
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
-        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]` of rows where `live` is True."""
+        """For the live rows, record `logits` and `scores`, float32[rows, V], at index `step int32[rows]`."""
         return dataclasses.replace(
             self,
             scores=None if self.scores is None else put_step(self.scores, step, live, scores),
@@ -123,7 +124,7 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values from `column` of the output for the `step`-th generated token of each live row.
+        """For each live row's `step`-th generated token, record the layers' values, taken from `column` of `out`.
 
         Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """

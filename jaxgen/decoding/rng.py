@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
-    """Return one key per prompt, `key[prompts]`: `fold_in(key, b)` for prompt b, or `key` if it has this shape."""
+    """Return one key per prompt: `key` itself if its shape is `[prompts]`, otherwise `fold_in(key, b)` for prompt b."""
     return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
 
 

@@ -127,7 +127,7 @@ class Rows(RowState):
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def sequence(self, number: jax.Array) -> Rows:
-        """Return the sequence at index `number int32[rows]` of each row, with the same key as in `fork`."""
+        """Of the sequences that `fork` returns for each row, return only the sequence at index `number int32[rows]`."""
         keys = None if self.keys is None else jax.vmap(jax.random.fold_in)(self.keys, number)
         return dataclasses.replace(self, keys=keys)
 
@@ -146,8 +146,8 @@ class Rows(RowState):
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[source.count].
 
         Indices of `count` or more are ignored; all others must be distinct. `source` must have the same form as the
-        state, apart from its number of rows. The sequences of a prompt share arrays, so they must all be replaced, in
-        order, by the sequences of one other prompt.
+        state, apart from its number of rows. The sequences of a prompt share arrays. All sequences of a prompt must
+        therefore be replaced together, by the sequences of one prompt in `source`, in the same order.
         """
         # Each dropped row gets a different index, because the scatter's indices must be unique.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
@@ -220,7 +220,7 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # With no budget left, use 1, so that a row that could continue ends with LENGTH, not COMPLETE.
+                # Use at least 1: with 0 tokens left, a row that could continue would end with COMPLETE, not LENGTH.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:

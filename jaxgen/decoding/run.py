@@ -28,7 +28,8 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: the number of slots for cached tokens and, unless prompts share rows, for prompts; 0 without a cache.
+        slots: the number of cache slots for the tokens of the given cache, plus space for the prompts if each prompt
+            has its own cache row; 0 if no cache is given.
         needs: the requirements of the decode mode.
     """
 
@@ -41,7 +42,7 @@ class Sizes:
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
     """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Sharing requires the number of prompts to be a multiple of `rows`, which padding for a mesh can prevent.
+    Prompts can share cache rows only if their number, after padding for a mesh, is a multiple of `rows`.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 
@@ -55,8 +56,8 @@ class Run:
         cfg: the model's config and the options. The values of per-prompt options are in `Request.options` and
             `Rows.options`.
         usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step
-            applies only these options if no row is unusual. With `usual`, the grammar's state is 0 in rows without a
-            grammar, and the same applies to stop strings.
+            applies only the options in `usual`, unless a live row needs more (`Rows.unusual`). If `usual` is not None,
+            rows without a grammar have the grammar state 0, and rows without stop strings have the stop-string state 0.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
@@ -116,11 +117,11 @@ class Run:
         return rows_on(self.mesh, self.sizes.prompts)
 
     def of_prompts(self, prompts: int) -> Run:
-        """Return the run with a different number of prompts."""
+        """Return a copy of the run with a different number of prompts."""
         return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, prompts=prompts))
 
     def pad(self, tree: Any) -> Any:
-        """Pad arrays `[B, ...]` with copies of row 0 to the loop's number of prompts, and divide them over the mesh."""
+        """Pad arrays `[B, ...]` to `self.prompts` rows with copies of row 0, and split the arrays across the mesh."""
         given, wanted = self.sizes.prompts, self.prompts
         if given < wanted:
             row = jnp.arange(wanted)

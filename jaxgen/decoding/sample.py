@@ -119,7 +119,7 @@ def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
-    """Record the layers' values from `column` of the model's output for the newest token of each live row.
+    """For each live row's newest token, record the layers' values, taken from `column` of the model's output.
 
     `offset` is the number of slots in the cache's prefix.
     """
@@ -144,7 +144,7 @@ def choose(rows: Rows, scores: jax.Array) -> Selection:
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
-    """Apply the processors, and the warpers if tokens are drawn, to `scores float32[rows, V]`."""
+    """Apply the processors to `scores float32[rows, V]`, and also the warpers if tokens are drawn."""
     if run.usual is not None and rows.unusual is not None:
         rest = dataclasses.replace(run.extensions, allowed=None)
         usual = dataclasses.replace(run, cfg=run.usual, usual=None, extensions=rest)
@@ -167,7 +167,7 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token for each row from softmax(scores float32[rows, V]). Return int32[rows].
 
-    `step`, int32[rows] or int32[], is folded into the random keys `keys key[rows]`.
+    `keys` (key[rows]) contains the random key of each row. `step` (int32[rows] or int32[]) is folded into each key.
 
     First, a block of tokens is drawn according to its probability, and then a token from that block. The distribution
     is the same, but random numbers are needed only for the blocks and for the tokens of one block.
@@ -198,8 +198,9 @@ def draw_distinct(
         mesh: the mesh over which V is divided, or None.
 
     Returns:
-        Two arrays `[S, most]`, in the order drawn. The first contains the float32 scores of the entries, followed by
-        -inf. The second contains the int32 indices of the entries into k * V.
+        The scores of the drawn entries, float32[S, most], and the entries' indices, int32[S, most], in the order of
+        drawing. After the first `count` entries of a search, all scores are -inf. The indices are positions in the
+        flattened scores of a search, from 0 to k * V - 1.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

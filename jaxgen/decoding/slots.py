@@ -63,15 +63,15 @@ class Answers:
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results of the rows so far."""
+        """Return the current results of the rows, which may be unfinished."""
         tokens = rows.history.generated(run.capacity, run.pad_id)
         return cls(tokens, rows.history.step, rows.reasons, rows.logprobs)
 
     @classmethod
     def empty(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results before any sequence has begun, with log-probabilities if `rows` have them.
+        """Return the initial, empty results of all sequences, with log-probabilities if `rows` have them.
 
-        On a mesh, the sequences of the padding prompts have already ended.
+        On a mesh, the sequences of prompts that only pad the batch are marked as ended from the start.
         """
         count = run.prompts * run.needs.sequences
         padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
@@ -143,7 +143,7 @@ class Continuous(Mode):
     watched = 1
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Return the needs of the wrapped mode."""
+        """Return the requirements of the wrapped mode."""
         return self.mode.needs(cfg)
 
     def start(self, run: Run, request: Request) -> ContinuousState:
@@ -219,7 +219,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take one or more steps, until a slot can be filled, so that no row waits while two chunks are read."""
+        """Take steps until a slot can be filled, but at least one, so that rows advance between two prefill chunks."""
         someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

@@ -16,7 +16,7 @@ class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
     If several reasons apply, the one listed first wins, except that NO_TOKEN and NOT_A_NUMBER take precedence. These
-    two reasons and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
+    two reasons and BAD_ID are failures: an eager call to generate() raises an error. Under the caller's jit,
     the row ends without another token, and only its stop reason shows the failure.
     """
 
@@ -42,7 +42,7 @@ FAILURES = {
 
 
 def first_reason(**conditions: jax.Array) -> jax.Array:
-    """Return each row's first reason with a True condition (bool[rows]), as int32[rows]; NONE if all are False."""
+    """For each row, return the first `StopReason` whose condition (bool[rows]) is True, or NONE, as int32[rows]."""
     reason = jnp.zeros((), jnp.int32)
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)
@@ -50,5 +50,5 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 
 
 def failure(best: jax.Array) -> jax.Array:
-    """Return each row's failure, given its highest score `best float32[rows]`; NONE if a token can be chosen."""
+    """Return each row's `StopReason` for its highest score, `best float32[rows]`; NONE if a token can be chosen."""
     return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))

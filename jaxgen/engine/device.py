@@ -73,7 +73,7 @@ class Loop:
     @property
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue` and `run_first_chunk`."""
-        entries = 2 * self.steps + 8  # the journal needs space for steps and for entering sequences
+        entries = 2 * self.steps + 8  # journal entries per slot: for the steps, and for sequences that enter the loop
         return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
 
     @property
@@ -124,7 +124,7 @@ class Device:
 
 
 def committed(tree: Any, like: Any) -> Any:
-    """Return arrays committed to the device of the arrays in `like`. Arrays already on this device are not copied."""
+    """Commit the arrays of `tree` to the device that holds `like`. Arrays already on this device are not copied."""
     leaf = jax.tree.leaves(like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 

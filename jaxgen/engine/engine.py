@@ -66,7 +66,7 @@ class Engine:
         id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
         prefix_cache_bytes: the size limit of the prefix store. A prompt that starts with the same tokens as an
             earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
-            all slots need less. With 0 or a hook, there is no store.
+            all slots need less. There is no store if `prefix_cache_bytes` is 0 or the engine has a hook.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
@@ -158,14 +158,14 @@ class Engine:
 
         Args:
             prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
-            on_event: called in the engine's thread with each `Event`. The function should return quickly. If it raises
-                an exception, the prompt ends, and the handle raises the exception.
+            on_event: called in the engine's thread with each `Event`. The function should return quickly. If the
+                function raises an exception, the engine cancels the prompt, and the handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
-            **options: more named options. A prompt can set options of `GenerationConfig` that allow one value per
-                prompt, `max_new_tokens`, `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for
-                `num_return_sequences`), `allowed` (a `TokenAutomaton`), `key` (for only this prompt) and `index`. The
-                index identifies the results and is folded into the engine's key. The default index is one more than the
-                largest index so far.
+            **options: the prompt's options, except those in `prompt`. A prompt can set options of `GenerationConfig`
+                that allow one value per prompt. In addition, a prompt can set `max_new_tokens`, `stop_strings`,
+                `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a `TokenAutomaton`),
+                `key` (for only this prompt) and `index`. The index identifies the results and is folded into the
+                engine's key. The default index is one more than the largest index so far.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
@@ -263,7 +263,7 @@ class Engine:
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params differ in form from those of the engine: create a new engine for them")
-        # Shard the new weights like the present weights, so that no second program is compiled.
+        # Shard the new weights in the same way as the current weights, so that nothing has to be compiled again.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()

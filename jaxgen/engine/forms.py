@@ -22,7 +22,7 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
 
-ENTRIES, WIDTH = 32, 8  # default size of tables of ids: entries, and ids per entry
+ENTRIES, WIDTH = 32, 8  # the default number of entries in a table of ids, and the default number of ids per entry
 # Fields that a prompt may have in addition to options of the config.
 _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
 _DYNAMIC = "dynamic RoPE"
@@ -40,11 +40,11 @@ class Prompt:
         ids: int32[n], the tokens.
         budget: the maximum number of new tokens in each sequence.
         sequences: the number of sequences to generate.
-        options: for each option that prompts may set, the arrays of its value; see `Kind.leaf`.
+        options: the value of each option that a prompt may set, converted to arrays; see `Kind.leaf`.
         key: the data of the prompt's own key, or None.
-        grammar: the automaton that its answers must follow, or None.
-        stop_strings: the strings that end its answers, or None.
-        logged: True if its results include log-probabilities.
+        grammar: the automaton that the answers must follow, or None.
+        stop_strings: the strings that end the answers, or None.
+        logged: True if the prompt's results include log-probabilities.
         top_logprobs: the number of most likely tokens whose log-probabilities are in the results.
         unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
     """
@@ -72,7 +72,7 @@ class Form:
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: the config for steps without unusual prompts, with only the options that `cfg` turns on.
+        usual: a config with only the options that `cfg` turns on. A step uses `usual` if no prompt is `Prompt.unusual`.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
@@ -98,7 +98,7 @@ class Form:
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
-        if cfg.on("do_sample"):  # a single value for all prompts would be part of the program
+        if cfg.on("do_sample"):  # a single value for all prompts would be compiled into the program
             one = one.replace(do_sample=[True])
         if cfg.on("min_length"):  # `read` computes each prompt's min_new_tokens instead
             least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
@@ -319,7 +319,7 @@ def _per_prompt() -> list[str]:
 
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
-    """Return the options that need one value per prompt: `do_sample`, all in `options`, and all that `cfg` turns on."""
+    """Return the options that need one value per prompt: `do_sample`, `options`, and options that `cfg` turns on."""
     possible = _per_prompt()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
@@ -341,7 +341,7 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     """Pad an option's array to the shape of `off`, taking the padding from `off`."""
     value = np.asarray(value, off.dtype)
     if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
-        # The size of the value is rounded up, but only its used entries must fit.
+        # The value may be padded with unused entries. Only the used entries have to fit into the engine's table.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):
             raise ConfigError(f"{name} has {used.tolist()} entries, but the engine's table has {list(off.shape)}")

@@ -56,7 +56,7 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # maximum number of unanswered prompts; more than slots, so that no slot waits for a prompt
+    most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
         completions = ended(made, prompts, most) if made.leads else iter(())
         if ordered:
@@ -69,7 +69,7 @@ def generate_many(
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
     """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
 
-    At most `most` prompts are in the engine at a time. The engine must accept `most` prompts.
+    At most `most` prompts are in the engine at a time. The engine must accept at least `most` waiting prompts.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}

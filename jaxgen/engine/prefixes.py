@@ -142,7 +142,7 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `Places.have` and `Places.keep` for the claims of prompts, each as int32[rows, most]."""
+        """Return the arrays `Places.have` and `Places.keep`, int32[rows, most], with one prompt's claim per row."""
         have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have

@@ -17,10 +17,10 @@ from jaxgen.errors import InputError
 class Step(enum.IntEnum):
     """The next action of all processes."""
 
-    WAIT = 0  # do nothing; sent periodically because collective operations time out
+    WAIT = 0  # do nothing; sent periodically, because collective operations would otherwise time out
     CHUNK = 1
     END = 2
-    FAIL = 3  # end, because the engine failed in process 0
+    FAIL = 3  # the engine failed in process 0, so the other processes must end too
 
 
 class Plan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Results of prompts: events while a prompt is being answered, and completions."""
+"""Events, which report an answer as it grows, and completions, which contain the whole answer."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Completion:
         logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely tokens, `[n, top_logprobs]`; None
             if `output_logprobs` is off in the engine's config or for the prompt.
         error: the reason why the sequence failed, or None.
-        versions: the versions of the weights that the tokens depend on, in ascending order. The first version was
-            current when the prompt was sent to the device; see `Engine.update_params`.
+        versions: the versions of the weights that the tokens depend on, in ascending order. The first entry is
+            the version in use when the prompt was sent to the device; see `Engine.update_params`.
         cached_tokens: the number of tokens at the start of the prompt that were copied from the prefix store.
     """
 
@@ -121,7 +121,7 @@ class Handle:
 
     @property
     def sequences(self) -> int:
-        """The number of the prompt's sequences."""
+        """The number of sequences generated for the prompt."""
         return len(self._sequences)
 
     @property
@@ -247,7 +247,7 @@ class Handle:
                 self._add(number, [], reason)
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences with an exception. The listener receives one `Event` without tokens or a stop reason."""
+        """Make the prompt fail with `error`. The listener receives one `Event` without tokens or a stop reason."""
         with self._changed:
             if self.done:
                 return

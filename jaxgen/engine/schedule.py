@@ -120,7 +120,7 @@ class Schedule:
         self._numbers = itertools.cycle(range(2**31 - 1))  # stored as int32 on the device
         self._cancelled: collections.deque[Flight] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
-        self._queued = 0  # prompts waiting on the device at the end of the last chunk read
+        self._queued = 0  # number of prompts waiting on the device at the end of the most recently read chunk
         self._tokens = self._begun = self._steps = 0
 
     @property
@@ -146,7 +146,7 @@ class Schedule:
             self._land(flight)
 
     def no_arrivals(self) -> Arrivals:
-        """Return arrivals without prompts or cancellations."""
+        """Return empty arrivals: no new prompts and no cancellations."""
         return self._arrivals([], {}, [])
 
     def arrivals(self) -> Arrivals | None:
@@ -161,7 +161,7 @@ class Schedule:
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        blocked: set[str] = set()  # tables in which an earlier prompt is waiting for space
+        blocked: set[str] = set()  # tables that have no space for an earlier prompt
         for flight in list(self.waiting):
             if self.holds or len(sent) >= space:
                 break
@@ -186,7 +186,8 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # Wait even if the automaton is already in the table, or else the earlier prompt might never get space.
+                # While an earlier prompt waits for space in the table, later prompts wait too, even if their automata
+                # are already in the table. Otherwise, the earlier prompt might wait forever.
                 state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
@@ -228,7 +229,7 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # every entry records a token or a sequence's end, so the prompt has been read
+            if flight.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
@@ -250,10 +251,10 @@ class Schedule:
 
 
 class Pace:
-    """Controller for the number of steps in a chunk. The aim is the fewest steps that take at least 0.1 seconds.
+    """Controller for the number of steps in a chunk. A chunk gets as few steps as it needs to last 0.1 seconds.
 
-    Shorter chunks reduce latency, because the first token of a prompt is read only once its chunk has ended. Prompts
-    that arrive during a chunk wait for the next chunk.
+    Shorter chunks reduce latency, because the host reads a chunk's tokens only after the chunk has ended. Prompts that
+    arrive during a chunk wait for the next chunk.
 
     Attributes:
         most: the maximum number of steps.
@@ -265,7 +266,7 @@ class Pace:
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
-        """Adapt to a chunk that ran from `begun` to `ended`. `taken` is the total number of steps so far."""
+        """Set `steps` after a chunk that ran from `begun` to `ended`. `taken` is the total number of steps so far."""
         steps, seconds = taken - self._taken, ended - max(begun, self._ended)
         self._taken, self._ended = taken, ended
         if steps > 0:

@@ -1,4 +1,4 @@
-"""Tables of the automata of grammars and stop strings, shared by all prompts in flight."""
+"""Tables for grammar and stop-string automata, shared by all prompts in flight."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Table:
             return part.first + int(part.automaton.start)
 
     def leave(self, key: Hashable) -> None:
-        """Remove a user of an automaton. The states of an automaton without users become free."""
+        """Record that a prompt no longer uses an automaton. If no prompt uses the automaton, free its states."""
         with self._lock:
             part = self._parts[key]
             part.users -= 1
@@ -80,7 +80,7 @@ class Table:
                 del self._parts[key]
 
     def _space(self, states: int) -> int | None:
-        """Return the first state of the first gap of at least `states` states, or None if no gap is large enough."""
+        """Return where the first gap with space for `states` states begins, or None if no gap is large enough."""
         first = 0
         for part in sorted(self._parts.values(), key=lambda part: part.first):
             if part.first - first >= states:

@@ -60,7 +60,7 @@ def export_engine(
             their arrays become part of the programs.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `Engine`, or if an option needs the host.
+        InputError, ConfigError, TypeError: for the same reasons as in `Engine`, or because an option needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     model_of(cfg)
@@ -94,7 +94,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 def _programs(
     params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the programs by name, and the shapes of the state. `values` are the inputs of a chunk without arrivals."""
+    """Return the programs by name, and the shapes of the state. `values` are inputs of `chunk` that add no prompts."""
     names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:

@@ -64,7 +64,7 @@ def export_generate(
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The program takes parameters as an argument.
-        cfg: the options. Options with one value per prompt here also have one value per prompt in the program.
+        cfg: the options. An option with one value per prompt in `cfg` also has one value per prompt in the program.
         batch: the number of prompts, or None if it can differ between calls; jax then compiles once for each number.
         prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.

@@ -22,7 +22,7 @@ STATES = 2**15
 NFA_STATES = 2**16  # maximum number of states in the nondeterministic automaton
 WORK = 2_000_000  # maximum number of states and transitions visited while building
 HIGHEST = 400  # maximum depth of nested expressions
-MANY = 16  # with at least this many repetitions, messages name the whole repetition, not a part of it
+MANY = 16  # if an item may occur this many times or more, error messages name the part around the repetition
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 
@@ -70,7 +70,7 @@ def restricted(
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct rows in order of appearance; return the first index of each number, and each row's number."""
+    """Number the distinct rows in order of appearance. Return where each number first occurs, and each row's number."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -101,7 +101,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Return the name of the innermost part with at least `NFA_STATES // 2` states among the largest subexpressions."""
+    """Descend while the largest subexpression has at least `NFA_STATES // 2` states; return the last part's name."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -141,7 +141,7 @@ class _Nfa:
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that match an expression from `start`; return the last state. No move leads back to `start`."""
+        """Add states for an expression, beginning at `start`; return the last state. No move leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -196,7 +196,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths through the members: one up to the first member present, and one with separators after it."""
+        """Add two paths for the members: `before` has no member yet, and `after` has a separator before each member."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -229,7 +229,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Follow jumps from `begin`; return the index in `sets` of the reached states that read a byte or accept."""
+        """Follow jumps from `begin` to the states that read bytes or accept; return the index of this set in `sets`."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)

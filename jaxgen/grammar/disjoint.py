@@ -65,7 +65,7 @@ class Overlaps:
         return all(self.differ(first, second, one, other) for first, second in pairs)
 
     def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True if no value of `one` with the first type is also a value of `other` with the second type."""
+        """Return True if no value of type `first` generated for `one` is a valid value of type `second` for `other`."""
         if first != second:
             return {first, second} != {"integer", "number"}
         if first == "integer":
@@ -92,7 +92,7 @@ class Overlaps:
         return any(self.excludes(ours[name], (theirs or {})[name]) for name in shared)
 
     def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
-        """Return False if a value is not valid against a schema; True if it is valid, or if in doubt."""
+        """Return True if a value may be valid against a schema, and False only if the value is certainly not valid."""
         self._count()
         schema = self.resolved(schema)
         if _is_free(schema) or depth > keywords.DEEPEST:
@@ -147,8 +147,9 @@ def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | No
 
 
 def _key(value: Any) -> str:
-    """Return a string that is the same for values that JSON Schema considers equal: 1 and 1.0, but not 1 and true.
+    """Return a string that is the same for values that JSON Schema considers equal.
 
-    Integers are read as floats, as in many programs, so different large integers may become equal.
+    JSON Schema considers 1 and 1.0 equal, but not 1 and true. Integers are read as floats, as in many programs, so
+    different large integers may become equal.
     """
     return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)

@@ -1,4 +1,4 @@
-"""Conversion of a JSON schema to an expression for the JSON texts that are valid against the schema.
+"""Conversion of a JSON schema to an expression that matches only texts valid against the schema.
 
 Whatever an expression cannot represent is rejected, so every generated text is valid. Not every valid text is
 generated: strings have no \\u escapes where another spelling exists, members appear in the schema's order, and patterns
@@ -39,7 +39,7 @@ from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
 
 FREE_DEPTH = 2
-LEVELS = 3  # maximum levels of a recursive schema
+LEVELS = 3  # maximum number of levels of a recursive schema
 MOST_VALUES = 20_000
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 SCALARS = {

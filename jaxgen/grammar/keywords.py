@@ -22,7 +22,7 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that decide what a schema matches, in order of precedence, each with the keywords that may accompany it.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
-# The keywords for bounds of numbers, each with a function for the nearest integer that satisfies the bound.
+# The keywords for bounds on numbers, each with a function for the nearest integer that satisfies the bound.
 LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
 UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
 BOUNDS = (*LOWER, *UPPER)

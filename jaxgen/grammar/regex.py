@@ -36,7 +36,7 @@ from jaxgen.grammar.utf8 import Ranges
 
 LONGEST = 10_000  # maximum length of a pattern, in characters
 DEEPEST = 32  # maximum nesting depth of groups
-MOST_CATEGORIES = 100  # maximum number per pattern; a Unicode category has up to a thousand ranges of characters
+MOST_CATEGORIES = 100  # maximum number of Unicode categories in a pattern; each has up to a thousand character ranges
 
 DIGIT = ((0x30, 0x39),)
 WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])

@@ -1,10 +1,10 @@
 """Stop strings on the device: detection of strings that end within the newest token.
 
 The strings are compiled to an Aho-Corasick automaton, which reads the bytes of each new token. Token and character
-boundaries therefore do not matter, and no table of states by vocabulary is needed. The tables that depend on the
-tokenizer are built once, and the tables that depend on the strings are small. Several sets of strings, each with its
-own automaton, share one table, so a row's state alone determines which strings end the row. All tables are traced, and
-the number of states is rounded up, so different strings of similar size use the same program.
+boundaries therefore do not matter, and no table needs an entry for every pair of a state and a token. The tables that
+depend on the tokenizer are built once, and the tables that depend on the strings are small. Several sets of strings,
+each with its own automaton, share one table, so a row's state alone determines which strings end the row. All tables
+are traced, and the number of states is rounded up, so different strings of similar size use the same program.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class StopStrings:
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return each row's state after the prompt, as int32[rows].
 
-        Each row begins in its state `start int32[rows]` and reads `length int32[rows]` tokens of `ids int32[rows, W]`.
+        Each row begins in its `start` state and reads its first `length` tokens. `start` and `length` are int32[rows],
+        and `ids` is int32[rows, W].
         """
         if not self.spans_prompt:
             return start
@@ -116,7 +117,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states after one more token, int32[rows], and bool[rows], True if it completes a stop string."""
+        """Return the states after one more token (int32[rows]), and whether a stop string was found (bool[rows])."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -169,7 +170,7 @@ class StopAutomaton(NamedTuple):
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. Errors are as in `StopStrings.build`."""
+        """Build the automaton; without strings, it finds nothing. Raises the errors of `StopStrings.build`."""
         check_tokenizer(tokenizer)
         text, _ = _vocabulary(tokenizer, vocab_size)
         possible = text.tobytes()

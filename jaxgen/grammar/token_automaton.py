@@ -28,7 +28,7 @@ from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
 
 SMALLEST_TABLE = 64
-LARGEST_TABLE = 2**25  # maximum number of transitions (128 MB), also while building a table
+LARGEST_TABLE = 2**25  # maximum number of transitions in a table, even during construction; this many take 128 MB
 MOST_WORK = 2**28  # maximum number of transitions followed while building
 LONGEST_PREFIXES = 30_000  # maximum total length of all prefixes, in bytes
 COMPLETE = 0  # the state after a prefix
@@ -50,7 +50,7 @@ class TokenAutomaton:
 
     Attributes:
         classes: the class of each token.
-        transitions: the next state for each state and class; -1 if the class is not allowed, and in the padding.
+        transitions: the next state for each state and class; -1 if the class is not allowed or the entry is padding.
         accepting: True if the text so far is complete.
         shortest: the minimum number of tokens needed to complete the text.
         start: the initial state, or one initial state per prompt (see `stack`).
@@ -91,8 +91,8 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton for the JSON texts that are valid against a JSON schema (a dict or a string).
 
-        Every generated text is valid. docs/constrained.md lists the supported keywords, and the valid texts that are
-        not generated.
+        Every generated text is valid. docs/constrained.md lists the supported keywords, and the kinds of valid text
+        that are never generated.
 
         `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens; None means `[ ]?`. The
         other arguments and errors are as in `from_regex`.
@@ -178,7 +178,8 @@ class TokenAutomaton:
         Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # all classes of a token as one number
+        # For each token, `joint` has one number that represents the token's classes in all automata.
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
@@ -199,7 +200,7 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states up to the last one that is accepting or has a transition; the others are padding."""
+        """The number of states, without the padding after the last state that accepts or has a transition."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
@@ -227,14 +228,14 @@ class TokenAutomaton:
         return jnp.repeat(self.start.reshape(-1), rows // prompts, total_repeat_length=rows)
 
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
-        """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
+        """Return bool[rows, V], True for the tokens that may follow in each row's state; `state` is int32[rows].
 
         `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. Eos tokens are allowed if and
-        only if the text is complete, regardless of the grammar. In state -1, no token is allowed.
+        only if the text is complete, even if the grammar would allow them elsewhere. In state -1, no token is allowed.
 
         `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is
-        allowed only if the text can still be completed within `remaining` tokens. If the text cannot be completed
-        within `remaining` tokens at all, this limit does not apply.
+        allowed only if the text can still be completed within `remaining` tokens. If even the shortest completion
+        needs more than `remaining` tokens, this limit does not apply.
         """
         following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
@@ -246,7 +247,7 @@ class TokenAutomaton:
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
         """Return the states, int32[rows], after one of the `tokens int32[rows]` is appended to each row.
 
-        A token that is not allowed leads to state -1 for good; an eos token does not change the state.
+        An eos token does not change the state. Any other token that is not allowed makes the state -1 permanently.
         """
         following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
         stays = state < 0
@@ -315,8 +316,9 @@ def _token_table(
 
     Tokens may follow only in states where `followed bool[S]` is True; None means all states.
 
-    A token's function maps states to states, and is composed of the functions of its bytes. Few functions are distinct,
-    so each token gets the index of its function, and only new pairs of a function and a byte are composed.
+    Every token has a function from states to states: the composition of the functions of its bytes. Many tokens share a
+    function, so each function is stored once, and tokens refer to it by its index. At each byte position, each distinct
+    pair of a function and a byte is composed only once.
     """
     lengths = np.array([len(token) for token in tokens])
     offsets = np.cumsum(lengths) - lengths

@@ -9,9 +9,10 @@ Ranges = tuple[tuple[int, int], ...]  # ranges of code points, including both en
 
 @functools.lru_cache(1000)
 def spelled(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Return an automaton for characters in UTF-8, as the moves (first byte, last byte, target) of each state.
+    """Return an automaton that matches the UTF-8 bytes of a character in `ranges`.
 
-    State 0 is the start. The index after the last state stands for the end of a character.
+    The result contains the transitions of each state, as tuples (first byte, last byte, target). State 0 is the start.
+    The index after the last state stands for the end of a character.
     """
     rest: dict[tuple[tuple[tuple[int, int], ...], ...], int] = {}
     states: list[list[tuple[int, int, int]]] = []

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxgen.model import sharding
 
-CANDIDATES = 128  # the maximum number that a GPU selects without sorting
+CANDIDATES = 128  # the maximum number of top scores that a GPU can find without sorting
 ON_A_MESH = 64  # candidates exchanged per device
 
 

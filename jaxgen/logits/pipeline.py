@@ -32,7 +32,7 @@ class Transform(Protocol):
     """All processors and warpers as one function."""
 
     def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        """Return the new scores, float32[rows, V]. Warpers never remove the tokens `given int32[rows]`, one per row."""
+        """Return the new scores, float32[rows, V]. In each row, warpers keep the token in `given int32[rows]`."""
         ...
 
 
@@ -98,7 +98,7 @@ def _processors(stage: str, options: RowOptions) -> list[Processor]:
 
 
 def call(argument: str, function: Processor, history: History, scores: jax.Array) -> Any:
-    """Call a function that the caller passed as `argument`. Raise InputError if it needs the values of arrays."""
+    """Call a function that the caller passed as `argument`. Raise InputError if the function needs array values."""
     try:
         return function(history, scores)
     except (ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError) as error:

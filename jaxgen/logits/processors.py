@@ -27,7 +27,7 @@ BANNED = -jnp.inf
 
 
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add biases to tokens, and to the last token of sequences whose other tokens match the end of the row.
+    """Add a sequence's bias to the score of its last token if the row ends with the sequence's other tokens.
 
     `SequenceBiasLogitsProcessor`, with a fix from later releases: a row of n - 1 tokens can match a sequence of n.
     """
@@ -89,7 +89,7 @@ def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: R
 
 
 def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban the last token of each sequence whose other tokens match the end of the row: `NoBadWordsLogitsProcessor`.
+    """Ban a sequence's last token if the row ends with the sequence's other tokens: `NoBadWordsLogitsProcessor`.
 
     A sequence of one eos token is ignored.
     """
@@ -118,25 +118,25 @@ def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> 
 
 
 def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force the option's token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
+    """Force the token `forced_bos_token_id` after a one-token prompt: `ForcedBOSTokenLogitsProcessor`."""
     return force(scores, token_set(options.number("forced_bos_token_id"), scores.shape[1]), history.length == 1)
 
 
 def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force one of the option's tokens as the last token of the budget: `ForcedEOSTokenLogitsProcessor`."""
+    """Force a token in `forced_eos_token_id` if one token of the budget is left: `ForcedEOSTokenLogitsProcessor`."""
     return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
 
 
 def remove_invalid_values(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Replace NaN by 0 and infinities by the largest finite numbers: `InfNanRemoveLogitsProcessor`."""
+    """Replace NaN with 0 and infinities with the largest finite numbers: `InfNanRemoveLogitsProcessor`."""
     return jnp.nan_to_num(scores)
 
 
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add `|score| * (factor ** over - 1)` to eos scores in rows with `over` > 0 generated tokens beyond `start`.
+    """Add `|score| * (factor ** over - 1)` to eos scores in rows with more than `start` generated tokens.
 
     `ExponentialDecayLengthPenalty`, with a fix from later releases: only finite values are added, so a banned token
-    stays banned.
+    stays banned. The exponent `over` is the number of generated tokens minus `start`.
     """
     start, factor = (x[:, None] for x in options.values["exponential_decay_length_penalty"])
     over = history.step[:, None] - start
@@ -151,7 +151,7 @@ def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) ->
 
 
 def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban the option's tokens in the first step without a forced token: `SuppressTokensAtBeginLogitsProcessor`."""
+    """Ban the option's tokens in the first step that forces no token: `SuppressTokensAtBeginLogitsProcessor`."""
     return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
 
 
@@ -210,7 +210,7 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
 
 
 def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add `bias` to the last token of each sequence whose other tokens match the end of the row.
+    """Add a sequence's `bias` to the score of its last token if the row ends with the sequence's other tokens.
 
     The biases of one token add up; if one of them is -inf, the token is banned.
 

@@ -33,7 +33,7 @@ def repeat_values(values: OptionValues, rows: int) -> OptionValues:
 
 
 class RowOptions:
-    """The options of a run, in the form that processors need (one value per row), and the mesh of the scores."""
+    """The options of a run, with one value per row. `mesh` is the mesh that the scores are split across, or None."""
 
     def __init__(self, cfg: GenerationConfig, values: OptionValues, mesh: Mesh | None = None):
         self.cfg, self.values, self.mesh = cfg, values, mesh

@@ -69,9 +69,10 @@ def top_k_top_p(
 
 
 def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
-    """Return `kept` for rows that the candidates determine (`known bool[rows, 1]`), and `bisected()` for other rows.
+    """Return `kept` in rows where `known bool[rows, 1]` is True, and `bisected()` in all other rows.
 
-    Each warper has only one conditional per step, because a GPU waits for the host at each conditional.
+    A row is known if the candidates determine its result. Each warper has only one conditional per step, because a GPU
+    waits for the host at each conditional.
     """
     return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 
@@ -92,7 +93,7 @@ def _kept(k: jax.Array, at_least: jax.Array, vocab: int) -> jax.Array:
 
 
 def _kth(best: jax.Array, k: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_k keeps, and True if the highest scores determine it; both are `[rows, 1]`."""
+    """Return two arrays `[rows, 1]`: the lowest score that top_k keeps, and whether `best` determines that score."""
     kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
     return jnp.where(k == vocab, -jnp.inf, kth), (k <= best.shape[-1]) | (k == vocab)
 
@@ -123,7 +124,7 @@ def _nucleus(
 
 
 def _first_kept(ids: jax.Array, tied: jax.Array, count: jax.Array) -> jax.Array:
-    """Return the lowest tied id that is kept, int32[rows, 1]; the `count int32[rows, 1]` highest tied ids are kept."""
+    """Return the `count`-th highest id of each row's tied candidates; `count` and the result are int32[rows, 1]."""
     higher = jnp.sum(tied[:, None, :] & (ids[:, None, :] > ids[:, :, None]), axis=-1, dtype=jnp.int32)
     return jnp.min(jnp.where(tied & (higher < count), ids, jnp.iinfo(ids.dtype).max), axis=-1, keepdims=True)
 
@@ -161,7 +162,7 @@ def _boundary(
 
 
 def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Keep tokens that are at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all."""
+    """Keep tokens at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all tokens."""
     kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= p
     return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
 
@@ -170,13 +171,14 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
-    tokens are kept. Ties are broken (lowest id first) only for an int `min_tokens_to_keep` above 1. mass = 1 keeps all.
+    tokens are kept. If an int `min_tokens_to_keep` above 1 adds tokens, only the tied tokens with the lowest ids are
+    added. A mass of 1 keeps all tokens.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
-    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # sorts like the distances, which are never negative
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # non-negative floats have the same order as their bits
 
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
@@ -232,7 +234,8 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
-    If `count` is 1 or int32[rows, 1] (one value per row), all tokens that tie with the last kept token are also kept.
+    `count` is an int or int32[rows, 1]. Unless `count` is an int above 1, all tokens that tie with the `count`-th
+    highest value are also kept.
     """
     if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)

@@ -5,7 +5,8 @@ Marking therefore costs O(V), and the detector needs neither the model nor the v
 transformers', which come from torch's random generator and depend on the device. A mark can therefore be detected only
 by the library that made it. jaxgen's lists are the same on every backend, and must not change in later releases.
 
-The key has 32 bits and the hash is not cryptographic. Marks with different keys can be told apart, but can be forged.
+The key has 32 bits and the hash is not cryptographic. Different keys make marks distinguishable, but do not prevent
+forgery.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _hash(seed, token):
 
 
 def _mix(x):
-    """Permute uint32 so that each output bit depends on all input bits (lowbias32 by C. Wellons, public domain)."""
+    """Permute the uint32 values: each output bit depends on all input bits (lowbias32 by C. Wellons, public domain)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
@@ -100,7 +101,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Detects watermarked text like transformers' `WatermarkDetector`, but with the green lists that `watermark` uses.
+    """Detects text marked by `watermark`: transformers' `WatermarkDetector`, with jaxgen's own green lists.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))
@@ -125,7 +126,7 @@ class WatermarkDetector:
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
-        """Test each row for the mark. Leave out prompts if possible, because they were not marked.
+        """Test each row for the mark. If possible, pass only generated tokens, because prompts contain no mark.
 
         >>> ids, mask = out.generated((out.sequences, out.attention_mask))                    # doctest: +SKIP
         >>> detect(ids, mask).prediction                                                      # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a cache of one or several parts.
+"""Grouped-query attention over a cache of one or more parts.
 
 For short inputs, all scores are computed at once. A CPU may instead process one block of queries at a time and skip the
 keys after that block. Longer inputs are processed in blocks of queries, blocks of keys (with a running softmax), or
@@ -24,13 +24,13 @@ from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
 from jaxgen.shapes import repeat_rows
 
-# Up to this many queries and slots, all scores are computed at once.
+# The maximum numbers of queries and slots for which all scores are computed at once.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
-# For up to this many queries, as in a decode step, each key block is read once, in one product for all rows and heads.
+# A pass with at most this many queries, such as a decode step, processes all rows and heads of a key block together.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
-_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # block sizes when one row and kv head is processed at a time
-# On a CPU, up to this many queries and slots, it is faster to compute all scores of a block of queries at once.
+_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # block sizes for processing one kv head of one row at a time
+# The maximum numbers of queries and slots for which a CPU computes all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
 # The number of queries per block in `_without_later_keys`, which reads the keys up to the block's last query.
 _CAUSAL_BLOCK = 128
@@ -44,7 +44,7 @@ class Part:
 
     Attributes:
         keys, values: each `[n, K, S, H]`, stored as in a `KVCache` of `dtype`. n divides B, and batch row b reads row
-            b // (B/n) of the part. Batch rows that read the same row of the part are multiplied by it in one product.
+            b // (B/n) of the part. One product processes all batch rows that read the same row of the part.
         dtype: the dtype of keys and values when read as floats; static.
     """
 
@@ -58,9 +58,9 @@ class Part:
         return self.keys.shape[2]
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return the keys and values of `size` slots as floats, for all rows or only for one row and kv head, `owner`.
+        """Return the keys and values of `size` slots as floats, for all rows and kv heads or only for `owner`.
 
-        8-bit keys and values are returned unscaled, together with their scales.
+        `owner` is a pair (row, kv head). 8-bit keys and values are returned unscaled, together with their scales.
         """
         rows, heads, _, width = self.keys.shape
         row, head = owner or (0, 0)
@@ -95,7 +95,8 @@ def attention(
 
     Returns:
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None. S is the number of
-        slots in all parts. Only queries of padding tokens may see no keys; their results are arbitrary, but finite.
+        slots in all parts. Only a padding token's query can have no visible keys; the result is then arbitrary, but
+        finite.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -132,7 +133,7 @@ def _at_once(
 
 
 def _short_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend with all scores at once, using the platform's implementation."""
+    """Compute attention for short inputs, using the platform's implementation."""
     return lax.platform_dependent(q, parts, visible, cpu=_without_later_keys, default=_output_at_once)
 
 
@@ -141,7 +142,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, reading only the slots of the last part that its queries may see."""
+    """Process one block of queries at a time, skipping slots of the last part after the block's last query."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -179,7 +180,7 @@ def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, computing all of its scores at once."""
+    """Process one block of queries at a time, computing all scores of the block at once."""
 
     def attend(q: jax.Array, visible: Visibility) -> jax.Array:
         return _output_at_once(q, parts, visible)
@@ -235,7 +236,7 @@ def _over_keys(
 ) -> jax.Array:
     """Attend to one block of `size` slots at a time with a running softmax, skipping blocks that no query sees.
 
-    If `owners` is set, `q [1, G, T, H]` belongs to one row and kv head, whose keys in part i are at `owners[i]`.
+    If `owners` is set, all queries `q [1, G, T, H]` read the same row and kv head of a part: `owners[i]` in part i.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1] if owners is None else 1
@@ -260,7 +261,7 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # If no query sees a key, no block was processed, and the total is 0.
+    # If no query sees a key, no block is processed and the total stays 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
@@ -277,8 +278,8 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
 
-    The scores must already be scaled. If the lowest number were scaled, its rounding could differ between two uses,
-    and the exponential of the difference would overflow.
+    The scores must already be scaled. Scaling masked scores could round `_LOWEST` in two ways, and the exponential of
+    the difference between the two results would overflow.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 
@@ -303,7 +304,7 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     """Multiply `x [B, A, T, ...]` (or `[B, K, G, T, ...]`) by `part [n, K, S, H]`; return float32[B, K, G, T, ...].
 
-    Queries that read the same kv head in the same row of the part become the rows of one product. The rows are ordered
+    Queries that read the same `[S, H]` matrix of `part` are stacked as the rows of one matrix. The rows are ordered
     by head, so they stay on their devices if a mesh divides the heads.
     """
     owners, kv_heads = part.shape[:2]

@@ -5,8 +5,9 @@ therefore attends to the same slots whether it runs alone or in a batch, regardl
 a row always come first, so lowering `length` is enough to drop the row's last tokens.
 
 A cache can extend another cache, its `prefix`, which is read-only. If the cache has c times as many rows as the prefix,
-rows b*c to b*c + c - 1 share prefix row b. With a prefix, sequences and beams share their prompt's keys and values, and
-requests share a system prompt. Slot numbers start in the prefix and continue in the cache that extends it.
+rows b*c to b*c + c - 1 share prefix row b. A prefix lets sequences and beams share the keys and values of their prompt,
+and lets requests share those of a system prompt. Slot numbers start in the prefix and continue in the cache that
+extends it.
 
 The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
 index then has `writers` slots, one per row, and the table `owners` says which slot each row reads. For rows that
@@ -42,9 +43,9 @@ class KVCache:
     floats to float32 and back at every step of a loop. `layer` returns keys and values as floats.
 
     Attributes:
-        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: floats of `dtype`, the bits of 16-bit floats, or
-            `ScaledSlots`. If rows share slots, the shape is `[B/writers, K, S*writers, H]`, and token i of writer j is
-            at index `i * writers + j`.
+        keys: one entry `[B, K, S, H]` per layer, rotated by RoPE. Each entry is a float array of `dtype`, an int16
+            array with the bits of 16-bit floats, or `ScaledSlots`. If rows share slots, the shape is
+            `[B/writers, K, S*writers, H]`, and token i of writer j is at index `i * writers + j`.
         values: stored like the keys, but not rotated.
         length: int32[B], the number of slots that each row has filled in this part, counted from its first slot.
         prefix: the cache that this one extends, or None.
@@ -114,7 +115,7 @@ class KVCache:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The value of `cfg.cache_dtype` that is needed to continue this cache: None or the name of `SCALED`."""
+        """The value of `cfg.cache_dtype` that is needed to continue this cache: `SCALED.name` (8 bits) or None."""
         return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
@@ -134,7 +135,7 @@ class KVCache:
 
     @property
     def parts(self) -> list[KVCache]:
-        """The prefixes and this cache, in the order of their tokens."""
+        """The prefixes, earliest tokens first, followed by this cache."""
         return [*(self.prefix.parts if self.prefix is not None else []), self]
 
     @property
@@ -191,7 +192,8 @@ class KVCache:
 
         Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
         and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
-        share slots, no keys or values are copied, and `rows` may select fewer than B rows, the same number per prompt.
+        share slots, no keys or values are copied; `rows` may then be shorter than B, but must select equally many rows
+        of each prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -248,7 +250,7 @@ class KVCache:
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
-        """Return each slot's token index, int32[B, S] or [B, S*writers]; `EMPTY` if it has no token of the row."""
+        """Return the token indices of all slots, int32[B, S*writers]; `EMPTY` if a row has no token in the slot."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         order = jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
         if self.owners is None:
@@ -257,10 +259,10 @@ class KVCache:
         return jnp.where(own, order[..., None], EMPTY).reshape(self.rows, -1)
 
     def places(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Prepare a write to `slots int32[B, T]` of this part. The write will skip slots past the end.
+        """Prepare this part for writing to `slots int32[B, T]`. The write will skip slots past the end.
 
         Returns:
-            The cache, in which each row owns its new tokens, and the indices at which to write in `keys` and `values`.
+            The cache with updated `owners`, and int32[B, T], the slots' indices in the arrays `keys` and `values`.
         """
         if self.owners is None:
             return self, slots
@@ -270,7 +272,7 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Convert one attention weight per slot, `[..., offset + S*writers]`, to one per token, `[..., offset + S]`."""
+        """Convert weights of slots, `[..., offset + S*writers]`, to weights of tokens, `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)

@@ -63,7 +63,8 @@ def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; skip slots past the end.
 
     Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head has its own scatter operation. XLA can
-    therefore write in place inside a loop, even if rows write to different slots. Devices of a mesh write locally.
+    therefore write in place inside a loop, even if rows write to different slots. On a mesh, each device writes only
+    the rows and heads that it stores.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Apply attention to `x [B, T, D]`; return `[B, T, D]`, the weights, and the last part with the new tokens."""
+        """Return the output `[B, T, D]`, the attention weights, and the cache's last part, including the new tokens."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -310,9 +310,10 @@ class CausalLM(nn.Module):
             key_mask: bool[B, n], for the first n tokens of each row, not counting padding: True if a token may be
                 attended to. By default, all may. Tokens after the first n may always be attended to.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
-            logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
+            logits_to_keep: the number of last positions whose logits are computed (0 for all), or an array int32[B, n]
+                of positions.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
-            context: information for the weights; see `Context`.
+            context: information about the pass, which each product with a weight receives; see `Context`.
 
         Raises:
             InputError: shapes do not fit, or a row's tokens would extend past the cache's end, start in its prefix, or

@@ -219,11 +219,11 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Most values that affect results are required. The biases and the head size are optional, because they
-        are checked against the tensors when a checkpoint is loaded. Sliding windows work as in transformers 5: a token
+        `dtype`. Most values that affect results are required. The biases and the head size are optional. On
+        loading, they are checked against the checkpoint's tensors. Sliding windows work as in transformers 5: a token
         sees at most `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
-        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects (in
-        4.41.1, in all layers).
+        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects.
+        (transformers 4.41.1 uses windows in all layers.)
 
         Raises:
             ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.
@@ -276,7 +276,7 @@ class ModelConfig:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of `_FIELDS` and the dtype in a config.json, and a list of all problems."""
+    """Read the values of `_FIELDS` and the dtype from a config.json; also return a list of all problems."""
     fields = {
         name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
         for name, field in _FIELDS.items()

@@ -1,4 +1,4 @@
-"""`Context`: information that weights need about a pass through the model."""
+"""`Context`: information about one pass through the model, for products with weights."""
 
 from __future__ import annotations
 

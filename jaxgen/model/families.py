@@ -19,8 +19,8 @@ class WindowRule:
         keys: the config.json keys that the rule reads.
         read: maps a config to each layer's window in tokens, or None. The config's values already have the right types.
             Raises `ConfigError` if values are missing or contradict each other.
-        write: the inverse of `read`. It maps a config without `keys`, and the windows, to the entries that
-            describe the windows.
+        write: the inverse of `read`. The function takes a config without `keys` and the layers' windows, and returns
+            the config.json entries for the windows.
     """
 
     keys: tuple[str, ...]
@@ -59,7 +59,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The config.json keys that this family reads and some other families do not."""
+        """The config.json keys that this family reads for sliding windows and biases."""
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
 
 
@@ -107,9 +107,9 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# No windows. Checkpoints converted from another family may still have the keys for windows, but only switched off.
+# No layer has a window. A config converted from another family may contain `SWITCH_KEYS`, with windows switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
-# Windows if `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects.
+# If `use_sliding_window` is true, the layers that `layer_types` or `max_window_layers` selects have sliding windows.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
 # The same window in every layer, or none if `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})

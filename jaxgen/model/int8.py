@@ -20,9 +20,9 @@ from jaxgen.model.linear import product
 from jaxgen.shapes import at_most
 
 LARGEST = 127  # -128 is not used, so that negation is exact
-# Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
+# The largest number of 16-bit rows that a CPU multiplies as pairs of 8-bit numbers
 _FEW_ROWS = 8
-# Since jax 0.11, a product whose left operand has more 8-bit numbers than this takes four times as long on a CPU.
+# Since jax 0.11, a product on a CPU takes four times as long if the left operand has more than this many 8-bit numbers.
 _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 
 
@@ -30,8 +30,8 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Usually, a product converts the values exactly to the dtype of the rows. For 3 to 8 rows of 16-bit floats on a CPU,
-    this conversion would take longer than the product. Instead, the rows are converted to 8 bits. Each row becomes
+    Usually, the values are converted to the dtype of the rows, without rounding. For 3 to 8 rows of 16-bit floats on a
+    CPU, this conversion would take longer than the product. Instead, the rows are converted to 8 bits. Each row becomes
     one scale and, per channel, a pair of 8-bit numbers. A pair has 15 bits and is more precise than bfloat16.
 
     Attributes:

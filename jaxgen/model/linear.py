@@ -49,7 +49,7 @@ def precision(dtype) -> lax.Precision | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
-    """Multiply using the platform's implementation; gradients are products in the operands' dtype, as in torch.
+    """Multiply using the platform's implementation; the gradient multiplies in the operands' dtype, as in torch.
 
     jax's default gradient would convert the 16-bit factor to float32, the dtype of the result's gradient.
     """

@@ -80,9 +80,9 @@ class Adapters(_Updated):
     Attributes:
         weight: `[F, D]`.
         a: `[n, p, r, D]`, for n updates; updates of lower rank are padded with zeros. A matrix fused from p parts has
-            separate factors for each part; otherwise, p is 1.
+            separate factors for each part. If a matrix is not fused, p is 1.
         b: `[n, r, F]`.
-        ends: the column where each part ends, static; the last entry is F.
+        ends: static, the column at which each part ends; the last entry is F.
     """
 
     weight: jax.Array | Weight
@@ -99,7 +99,7 @@ class Adapters(_Updated):
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
 
     def part(self, number: int) -> Adapters:
-        """Undo `fused`, and return the part with the index `number`."""
+        """Return the matrix that was `weights[number]` in the call to `fused`."""
         start, end = (0, *self.ends)[number], self.ends[number]
         weight = jax.tree.map(lambda array: array[start:end], self.weight)
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
@@ -112,7 +112,7 @@ class Adapters(_Updated):
         return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply each of `rows [n, D]` by the transposed matrix with the row's own update; return float32[n, F]."""
+        """Return `rows [n, D]` times the transposed `weight`, plus each row's own update, as float32[n, F]."""
         out = product(rows, self.weight, context)
         if context.adapter is None:
             return out
@@ -134,7 +134,7 @@ class Adapters(_Updated):
         return out + jnp.concatenate(updates, axis=1)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows of `weight` with the indices `ids int32[B, T]`, without the updates, as `[B, T, D]`."""
+        """Return the rows of `weight` at the indices `ids int32[B, T]`, as `[B, T, D]`. No updates are added."""
         return look_up(ids, self.weight)
 
 

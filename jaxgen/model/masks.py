@@ -115,8 +115,9 @@ def allocate_slots(
     """Assign slots to the new tokens marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache; each token's index in its row, int32[B, T]; its index in the last part's arrays, int32[B, T]; and
-        bool[B], True for rows whose tokens do not fit. Padding and overflow have indices past the end of the arrays.
+        The updated cache, each token's index in its row (int32[B, T]), each token's index in the arrays of the cache's
+        last part (int32[B, T]), and bool[B], True for rows whose tokens do not fit. Padding and overflow have indices
+        past the end of the arrays.
     """
     batch, steps = mask.shape
     if cache.rows != batch:
@@ -191,10 +192,10 @@ def place(
     segment_ids: jax.Array | None,
     key_mask: jax.Array | None,
 ) -> tuple[Placement, KVCache | None, jax.Array | None]:
-    """Place the new tokens, with embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
+    """Find the positions, cache slots and visible keys of the new tokens, whose embeddings are `x [B, T, D]`.
 
-    Return the tokens' placement, the cache with its new lengths, and bool[B], True for rows whose tokens do not fit.
-    Without a cache, the last two results are None.
+    For the arguments after `x`, see `CausalLM.__call__`. Return the tokens' placement, the cache with its new lengths,
+    and bool[B], True for rows whose tokens do not fit. Without a cache, the last two results are None.
     """
     batch, steps, _ = x.shape
     mask = _mask(attention_mask, batch, steps)

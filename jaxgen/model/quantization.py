@@ -1,4 +1,4 @@
-"""Built-in kinds of quantized weights, by the names that the argument `quantize` accepts.
+"""Built-in kinds of quantized weights, and the names that select them in the argument `quantize`.
 
 This module does not import jax, so the commands can list the names in their help without loading jax.
 """

@@ -40,8 +40,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Return the radians per position, float32[H/2], and a factor for the cosines and sines (1 except for yarn).
 
-    The radians and the factor follow transformers' `ROPE_INIT_FUNCTIONS`. The type linear is position interpolation
-    (arXiv 2306.15595), llama3 comes from the Llama 3.1 release, and yarn is described in arXiv 2309.00071.
+    The formulas are those of transformers' `ROPE_INIT_FUNCTIONS`. The types come from arXiv 2306.15595 (`linear`, which
+    is position interpolation), the Llama 3.1 release (`llama3`), and arXiv 2309.00071 (`yarn`).
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1.0) / np.float32(rope.theta) ** exponent

@@ -5,8 +5,8 @@ communication from these axes. Each layer needs a sum after `o_proj` and a sum a
 (arXiv 1909.08053), and the embedding needs one sum.
 
 If `model` is larger than the number of key-value heads, several devices store the same head. Arrays are therefore
-placed on another mesh of the same devices. Two axes of that mesh replace `model`: the new `model` divides the key-value
-heads, and `copies` replicates them.
+placed on another mesh of the same devices. `divide` splits the axis `model` into two axes: a smaller `model`, which
+divides the key-value heads, and `copies`, which replicates them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
         mesh: a mesh with the axes `data` and `model` (either may be missing), or a result of this function.
 
     Raises:
-        InputError: the mesh has other axes, or the size of its `model` axis does not divide the model's dimensions.
+        InputError: the mesh has an unknown axis, or its `model` axis has a size that does not divide the model's
+            dimensions.
         TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     if not isinstance(mesh, Mesh):
@@ -124,7 +125,7 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh over which the parameters are sharded, or None if there is no mesh or it is unknown under jit.
+    """Return the mesh over which the parameters are sharded, or None if there is no mesh or jit traces the parameters.
 
     Raises:
         InputError: the caller has set a mesh with Explicit axes, which jax cannot combine with a different mesh.
@@ -190,8 +191,8 @@ def sharded_top_k(
     `stable` is False, equal entries may be in any order.
 
     Returns:
-        The largest entries, or the entries of `values` (shaped like `x`) at the same positions; and the positions,
-        from 0 to n*V - 1.
+        The largest entries, and their positions, from 0 to n*V - 1. If `values` (shaped like `x`) is given, the entries
+        of `values` at the positions are returned instead of the largest entries.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

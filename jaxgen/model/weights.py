@@ -19,7 +19,7 @@ from jaxgen.model.context import Context
 class Weight(Protocol):
     """A matrix `[F, D]` that is not stored as a plain array. A weight is a pytree that replaces a parameter array.
 
-    A new kind of weight is a class with these members. Layers use the members only through `jaxgen.model.linear`.
+    A new kind of weight is a class with these members. Layers use weights only through `jaxgen.model.linear`.
     """
 
     @property
@@ -29,11 +29,11 @@ class Weight(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The floating-point dtype of the represented matrix and of its rows."""
+        """The floating-point dtype of the matrix, and of the rows that `look_up` returns."""
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each array, in a tree like the weight itself, given the matrix's `spec`."""
+        """Given the matrix's `spec`, return each array's `PartitionSpec`, in a tree with the weight's structure."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
@@ -49,8 +49,9 @@ class Weight(Protocol):
 class Quantized(Weight, Protocol):
     """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
 
-    The first axis of each array indexes the matrix's rows. Each entry must depend only on its row, so that rows can be
-    converted, read and concatenated separately. No array depends on `dtype`. The first array does not contain floats.
+    The first axis of each array indexes the matrix's rows. Each entry must depend only on its own row of the matrix, so
+    that rows can be converted and read separately and then concatenated. No array depends on `dtype`. The first array
+    does not contain floats.
 
     Attributes:
         name: the value of `quantize` for this kind; a checkpoint stores such weights in `model.{name}.safetensors`.
@@ -101,7 +102,7 @@ def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callab
 
 
 def mismatch(value: Any, shape: tuple[int, ...]) -> str | None:
-    """Return why `value` cannot be a parameter of this shape, or None if it can."""
+    """Return the reason why `value` cannot be a parameter of this shape, or None if `value` fits."""
     if not isinstance(value, np.ndarray | jax.Array | Weight):
         return f"is of type {type(value).__name__}, wanted an array of floats"
     if not jnp.issubdtype(value.dtype, jnp.floating):

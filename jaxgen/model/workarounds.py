@@ -1,13 +1,13 @@
 """Alternative forms of the model's operations that work around limitations of XLA's compilers.
 
-A function whose first argument is `plain` returns the result of `plain` for the other arguments. On some platforms, the
-function computes this result in a different form. The CPU forms were measured with jax 0.10.2 and 0.12.0.1. The GPU
-forms were measured with the compiler for an H100, with jax 0.10.2 to 0.11.2.
+If the first argument of a function is an operation, `plain`, the function returns the same result as `plain`. On some
+platforms, the function computes the result by other operations. The CPU workarounds were measured with jax 0.10.2 and
+0.12.0.1, and the GPU workarounds with jax 0.10.2 to 0.11.2, in programs compiled for an H100.
 
-`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` test what the CPU compiler does without each form, and
-`tests/test_compilers.py` does the same for the GPU compiler. A test fails once the form that it covers is no longer
-needed and can be removed. Only a benchmark (`python -m benchmarks workarounds`) shows that `in_lanes` and
-`weight_first` are faster. No test checks whether `add_updates` is still needed.
+`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` check that CPU workarounds are still needed, and
+`tests/test_compilers.py` checks GPU workarounds. When a workaround becomes unnecessary, its test fails, and the
+workaround can be removed. Tests do not check that `in_lanes` and `weight_first` are faster; to measure the speed, run
+`python -m benchmarks workarounds`. No test checks whether `add_updates` is still needed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, a product with up to this many rows has the weight as its left operand, if the weight has more rows.
-# Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
+# On a CPU, a product's left operand is the weight if the other operand has at most this many rows and fewer rows than
+# the weight. Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
 _SOME_ROWS = 32
-# Since jax 0.11, up to this many 16-bit rows are faster as the left operand, if they are not wider than the result.
+# Since jax 0.11, up to this many 16-bit rows are the faster left operand, unless a row is wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
 # Since jax 0.11, `lax.top_k` may return equal entries in any order.
@@ -40,7 +40,7 @@ _LANES_ROWS = 2
 # XLA splits a sum of more than 32 terms into passes that store every product. Even numbers of terms unroll best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
-# On a GPU, one kernel sums up to this many numbers. The MLP width of a 7B model, 18,944, needs two kernels.
+# The largest number of terms that a GPU kernel adds. The sum over a 7B model's MLP width, 18,944, needs two kernels.
 _LONGEST_SUM = 9472
 # Up to this many bytes of keys or values are assumed to be in a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
@@ -56,8 +56,8 @@ _FEW_ROWS = 32
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. Nothing
-    is moved out of a branch. If `first` is all NaN, this branch is not taken, and all floats in the result are NaN.
+    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA
+    hoists nothing from a branch. If `first` is all NaN, this branch is not taken, and all floats in the result are NaN.
     """
 
     def not_numbers(*arguments):
@@ -67,7 +67,7 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to their own precision. The rounding changes no value, but XLA treats it as an operation.
+    """Round float32 numbers to float32, as a barrier. The rounding changes no value, but XLA treats it as an operation.
 
     XLA therefore does not combine the operations before and after the rounding, but may still fuse them into one
     kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases drop the barrier too early.
@@ -82,9 +82,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute values too early, and then has to store them (not observed
-    with jax 0.12.0.1). Here, recomputation must wait for the gradient of the result. Forward-mode differentiation is
-    not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute values long before their use, and must store them until
+    then. With jax 0.12.0.1, no early recomputation was observed. Here, recomputation must wait for the gradient of the
+    result. Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -137,7 +137,7 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if a CPU product's weight is known to be on a single device; see `Context`.
+    """Return True if the weight of a product on a CPU is known to be on a single device; see `Context`.
 
     Under the caller's jit, this is known only if the machine's CPU is a single device.
     """
@@ -145,19 +145,19 @@ def in_one_piece(divided: bool | None) -> bool:
 
 
 def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) -> jax.Array:
-    """Multiply one 16-bit row together with a row of zeros; `axis` is the axis of the rows in `row` and in the result.
+    """Append a row of zeros to a single 16-bit row, multiply both by `weight`, and return the first row's product.
 
-    For one 16-bit row, XLA's CPU product converts the weights to float32 and, in a loop, stores a float32 copy of all
-    weights. With two or more rows, the product reads the weights without converting them.
+    `axis` is the axis of rows. To multiply one 16-bit row on a CPU, XLA converts the weights to float32. In a loop, XLA
+    stores the converted weights. With two or more rows, the product reads the weights without converting them.
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
 
 
 def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply with the weight as the left operand; return `plain(weight, rows)`, transposed.
+    """Return the transpose of `plain(weight, rows)`, a product with the weight as the left operand.
 
-    XLA's CPU product packs its right operand in every call, so the smaller operand should be the right one. Rounding
+    On a CPU, every call of a product packs the right operand, so the smaller operand should be on the right. Rounding
     keeps XLA from swapping float operands, and a barrier does the same for integers.
     """
     out = plain(weight, rows)
@@ -184,15 +184,16 @@ def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
-    # Sum over terms, lanes and groups. XLA would merge sums with equal initial values into one that has too many terms.
-    # A barrier would also keep the sums apart but, since jax 0.11.1, would block fusion, so each sum would be stored.
+    # Sum over terms, lanes and groups. XLA would merge two successive sums with the same initial value into a single
+    # sum, which would have too many terms. A barrier would also keep the sums separate. However, since jax 0.11.1, a
+    # barrier prevents fusion, so each sum would be stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
         sums = _lane_sum(sums, axis, initial)
     return sums
 
 
 def _terms(columns: int) -> int:
-    """Return the largest suitable number of terms in a lane's sum, or 0 if there is none."""
+    """Return how many terms each lane adds: the largest allowed divisor of `columns // _LANES`, or 0 if none exists."""
     groups = columns // _LANES
     counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
     return max([count for count in counts if groups % count == 0], default=0)
@@ -201,19 +202,20 @@ def _terms(columns: int) -> int:
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
-    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. A sum
-    with rounding is compiled by XLA itself. Devices cannot combine parts of a sum with rounding, so no axis may be
-    split across a mesh.
+    XLA's CPU compiler leaves a plain sum of products to a library that is slow for these shapes. If each addition is
+    rounded, XLA compiles the sum itself. Devices cannot combine their partial results of a rounded sum, so no axis may
+    be split across a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
 
 
 def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
-    """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
+    """Multiply `row [1, D]` by the transposed `weight [F, D]`, computing each of the F results as a sum of products.
 
-    The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. The
-    compiler also splits long sums. If `in_parts` is True, a long sum is cut into equal parts that share one kernel.
-    `in_parts` must be False for a weight that may be split across a mesh, whose columns may be on several devices.
+    XLA's GPU compiler can fuse the sums with other operations. The compiler splits a product with a large weight into
+    one kernel for partial sums and one that adds them up. The compiler also splits long sums. If `in_parts` is True, a
+    long sum is cut into equal parts that share one kernel. `in_parts` must be False if the weight's columns may be on
+    several devices of a mesh.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1
@@ -226,10 +228,10 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
 
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return `plain(ids, table)`, computed inside a branch on a CPU; the rows for ids past the table's end are NaN.
+    """Return `plain(ids, table)`; ids past the table's end give NaN. On a CPU, a branch reads rows of a 16-bit table.
 
-    To read from a 16-bit table, XLA's CPU compiler converts the table to float32 and, in a loop, stores the whole copy
-    (not with jax 0.12.0.1). Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
+    To read a 16-bit table in a loop, XLA's CPU compiler converts the whole table to float32 and stores the copy, except
+    in jax 0.12.0.1. Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
     """
     if table.dtype == jnp.float32:
         return plain(ids, table)
@@ -247,9 +249,9 @@ def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
 def stored_dtype(dtype: str) -> np.dtype:
     """Return the dtype in which a cache stores keys and values of `dtype`: int16 for 16-bit floats, otherwise `dtype`.
 
-    To write to an array of 16-bit floats, XLA's CPU compiler converts the whole array (not in jax 0.12.0.1). The
-    integers are signed because, before jax 0.11.2, XLA's GPU compiler does not fuse reads of unsigned 16-bit numbers
-    with attention.
+    For a write to an array of 16-bit floats, XLA's CPU compiler converts the whole array, except in jax 0.12.0.1. The
+    integers are signed, because XLA's GPU compiler did not fuse reads of unsigned integers with attention before
+    jax 0.11.2.
     """
     return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
@@ -258,7 +260,7 @@ def top_k(x: jax.Array, count: int, stable: bool = True) -> tuple[jax.Array, jax
     """Return `lax.top_k(x, count)`; if `stable` is False, equal entries may be in any order.
 
     Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything. Since jax
-    0.11, a GPU finds up to 128 entries without sorting if the order of equal entries does not matter.
+    0.11, a GPU finds the largest entries (up to 128) without sorting if equal entries may be in any order.
     """
     return lax.optimization_barrier(lax.top_k(x, count, **({} if stable else _UNSTABLE)))
 
@@ -284,8 +286,8 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 def for_head(x: jax.Array) -> jax.Array:
     """Return the normalized hidden states `x`, the head's input.
 
-    A GPU kernel that computes the norm of a single row as well as the logits reads the weights more slowly. For the
-    0.5B model, a step on an H200 takes 687 us instead of 711 us if the norm is not fused with the head.
+    A GPU kernel for the logits reads the weights more slowly if the kernel also computes the norm of a single row. For
+    the 0.5B model, a step on an H200 takes 687 us instead of 711 us if the norm is not fused with the head.
     """
     if x.shape[:-1] != (1, 1):
         return x
@@ -293,11 +295,11 @@ def for_head(x: jax.Array) -> jax.Array:
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Return `plain(x, part)`, which is queries times a part's keys `[n, K, S, H]` or weights times its values.
+    """Return `plain(x, part)`, the product of queries and keys or, if `values` is True, of weights and values.
 
-    If only one query of each row reads the part, a GPU computes the product as sums. The compiler fuses sums of
-    products with the operations before and after them, so fewer kernels are needed. Each head of a group then reads the
-    group's kv head separately.
+    If each row has one query and does not share the part with other rows, a GPU may use sums of products instead of a
+    matrix product. The compiler fuses sums of products with the operations before and after them, so fewer kernels are
+    needed. Each head of a group then reads the group's kv head separately. The shape of `part` is [n, K, S, H].
     """
     is_read_once = x.shape[-2] == 1 and x.shape[0] == part.shape[0]
     is_long = values and part.shape[2] > _ONE_KERNEL_SLOTS
@@ -308,7 +310,7 @@ def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> j
 
 
 def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return one query per row and head, `q [B, A, 1, H]`, times `keys [B, K, S, H]`, as float32[B, K, G, 1, S]."""
+    """Multiply `q [B, A, 1, H]`, one query per row and head, by `keys [B, K, S, H]`; return float32[B, K, G, 1, S]."""
     batch, heads, _, size = q.shape
     kv_heads = keys.shape[1]
     q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
@@ -339,11 +341,11 @@ def add_updates(
 def _add_of_each(
     out: jax.Array, narrow: jax.Array, chosen: jax.Array, b: jax.Array, ends: tuple[int, ...]
 ) -> jax.Array:
-    """Add each row's update, `narrow [rows, n, p, r]` times the `b` of the row's adapter, without a matrix product.
+    """Add each row's update to `out [rows, F]`, using sums of products instead of a matrix product.
 
-    With jax 0.10.2, XLA's GPU compiler fuses the update into one kernel if a single gather with scalar indices reads
-    `narrow`, and `narrow` is not rounded. The results of a fused matrix are used several times; without the
-    barrier, each use would recompute the sums.
+    A row's update is its `narrow [n, p, r]` times the `b` of its adapter. With jax 0.10.2, XLA's GPU compiler fuses the
+    update into one kernel if a single gather with scalar indices reads `narrow`, and `narrow` is not rounded. The
+    product with a fused matrix is used several times; without the barrier, each use would recompute the sums.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape
     part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(ends, prepend=0))

@@ -90,7 +90,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Add a run of the draft model to `run`. The draft model is the assistant, if any, or the model's first layers."""
+    """Return `run` with its `draft` set. The draft model is the assistant, if any, or the model's first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

@@ -1,4 +1,4 @@
-"""Checks on a call of generate(): parameters, cache, key, grammar, and length limits."""
+"""Check a call to generate(): its parameters, cache, key, grammar, and length limits."""
 
 from __future__ import annotations
 

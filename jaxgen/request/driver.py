@@ -36,7 +36,7 @@ class RowStreamer(Protocol):
         """Receive the next tokens of a row, int32[n]. If `ended`, they are the row's last tokens, and n may be 0."""
 
     def end(self) -> None:
-        """Finish the stream. Rows that `max_time` cut off have not been reported as ended."""
+        """Finish the stream. If `max_time` stops a row, `put_row` does not report the row as ended."""
 
 
 def has_methods(streamer: Any, *names: str) -> bool:

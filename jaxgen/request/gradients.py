@@ -16,8 +16,8 @@ T = TypeVar("T")
 def without_gradient(tree: T) -> T:
     """Return the tree unchanged. Differentiating with respect to its arrays raises an error before compilation.
 
-    The error comes from a differentiation rule. A check of the arrays would not be enough: under a jit inside the
-    differentiated function, an array does not show that it is being differentiated.
+    The error comes from a differentiation rule. Checking the arrays themselves would not be enough: inside a jitted
+    function, arrays do not show whether the function is being differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
     traced = {}

@@ -64,9 +64,10 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 
 
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
-    """Return the number of tokens to remove from a prompt with these token texts, and the removed text.
+    """Return the number of tokens to remove from a prompt, and the removed text.
 
-    If no token that may be removed starts a character, only the last token is removed.
+    `texts` contains the text of each token in the prompt. If all removable tokens start in the middle of a character,
+    only the last token is removed.
     """
     last = texts[-1]
     if not last or len(texts) == 1:

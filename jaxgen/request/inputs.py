@@ -1,7 +1,8 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
-Concrete arrays are checked by value and stay in numpy. Arrays that the caller's transformation traces are checked only
-by shape and dtype. Padding is inferred and checked here, and removed by `jaxgen.decoding.alignment.Tokens.align`.
+Concrete arrays become numpy arrays, and their values are checked. If the caller's transformation traces an array, only
+the array's shape and dtype are checked. Padding is inferred and checked here, and removed by
+`jaxgen.decoding.alignment.Tokens.align`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
     """Infer the mask as in transformers' `_prepare_attention_mask_for_generation`.
 
-    Tokens with the pad id are padding. If this id is also an eos id, no tokens are padding.
+    Tokens with the pad id are padding. If the pad id is also an eos id, no tokens are treated as padding.
     """
     pad, eos = cfg.pad_token_id, cfg.eos_token_id
     xp = jnp if is_traced(ids, pad, eos) else np
@@ -133,8 +134,8 @@ def negative_prompts(
 ) -> tuple[Array | None, Array | None]:
     """Check the caller's arguments, and return the negative prompts, int32[B, Q], and their mask, bool[B, Q].
 
-    Without guidance, both results are None. By default, the results are also None if the prompts have ids, because each
-    prompt's last id is then its negative prompt.
+    Without guidance, both results are None. Both results are also None if the prompts have ids and the caller passes no
+    negative prompts. The default negative prompt is the last id of the prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

@@ -86,7 +86,8 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
     """Suggest changes that make a request fit into `free` bytes: every change that suffices alone, or a combination.
 
-    `needed` returns the number of bytes that the changed arguments require. `more` adds changes to `_REMEDIES`.
+    `needed` returns the number of bytes that the changed arguments require. `more` contains changes to
+    consider in addition to those in `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:

@@ -1,4 +1,4 @@
-"""Prepare a call of generate(): normalize its arguments, check them, and, in an eager call, round sizes up."""
+"""Prepare a call to generate(): normalize its arguments, check them, and, in an eager call, round sizes up."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Remove the values of per-prompt options from the run. Return the run and the values; see `Request.options`."""
+    """Remove the values of per-prompt options from the run. Return the run and the values for `Request.options`."""
     draft, options = (None, {}) if run.draft is None else _without_options(run.draft, as_array)
     cfg, own = jax.tree.map(as_array, run.cfg.split())
     return dataclasses.replace(run, cfg=cfg, draft=draft), options | own
@@ -195,7 +195,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of cache slots for cached tokens, and for prompts if each prompt has its own cache row."""
+    """Return the number of cache slots for cached tokens. Unless prompts share rows, include slots for the prompts."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -212,8 +212,7 @@ def _budget(
     """Return the maximum number of new tokens in any row, and the budget of each prompt, int32[B].
 
     `max_new_tokens` takes precedence over `max_length`. `max_length` counts all tokens in a row, including
-    `cached int32[B]` tokens before the prompt. `room` is an upper bound, known even under jit, on a row's length
-    before generation.
+    `cached int32[B]` tokens before the prompt. `room` is a static upper bound on a row's length before generation.
     """
     prompts = mask.shape[0]
     lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if cached is None else cached)

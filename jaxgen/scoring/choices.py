@@ -39,8 +39,8 @@ def score_choices(
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
     Each answer directly follows the question, without a space or a chat template in between. The question is encoded
-    alone and together with each answer. An answer's tokens start where the two encodings first differ. The answer's
-    first token may therefore contain the end of the question.
+    once by itself, and once together with each answer. An answer's tokens start where the two encodings first differ.
+    The answer's first token may therefore contain the end of the question.
 
     Args:
         params: the parameters.

@@ -54,7 +54,7 @@ class _Group:
 
     Attributes:
         copies: the number of rows, which is the number of continuations rounded up to a power of two.
-        widths: the numbers of columns for the context and for the longest continuation.
+        widths: two numbers of columns, one for the context and one for the longest continuation.
     """
 
     context: tuple[int, ...]
@@ -70,12 +70,13 @@ class _Group:
 
 
 def _width(size: int) -> int:
-    """Return a continuation's number of columns: a bucket for the tokens that the model reads, plus the last token."""
+    """Return a continuation's number of columns: the number of tokens that the model reads, rounded up, plus 1."""
     return 1 if size == 1 else 1 + _columns(size - 1)
 
 
 def _columns(size: int) -> int:
-    """Round up to a power of two; above 256, in finer steps, because text windows of equal length need few programs."""
+    """Round `size` up to a power of two p, or to a multiple of p / 8 if `size` is above 256."""
+    # Long texts are often windows of equal length, so the finer steps cost few additional programs.
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 
@@ -88,7 +89,7 @@ def score_many(
     *,
     batch_tokens: int | None = None,
 ) -> list[TokenScores]:
-    """Score continuations, each given its context, in batches of similar lengths.
+    """Score continuations, each given its context, in batches of requests of similar length.
 
     >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
     >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP

@@ -52,7 +52,7 @@ def score(
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    Scoring takes one forward pass. Logits are computed for a few positions at a time, and again for the gradient. The
+    Scoring takes one forward pass. Logits are computed for a few positions at a time, and recomputed for gradients. The
     result is differentiable with respect to `params`. Under the caller's jit, ids outside the vocabulary result in NaN.
 
     Args:
@@ -60,17 +60,19 @@ def score(
         ids: int32[B, L], texts padded to one width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
             `of="scores"`, pass the config passed to `generate`. An option's value for a prompt applies to all rows of
-            the prompt. If rows are not in groups of `num_return_sequences`, set it to 1, and pass one value per row.
+            the prompt. If the rows are not in groups of `num_return_sequences`, set `num_return_sequences=1`, and give
+            each per-prompt option one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution after all processors and warpers
             of `cfg`. "scores" supports greedy search, contrastive search and sampling. Warpers never remove the scored
             token; tokens banned by a processor or a grammar get -inf.
         prompt_width: the number of columns on the left that are not scored. With `of="scores"`, these columns contain
             the prompts, and the other columns contain the generated tokens, up to each row's end. The budget affects
-            `forced_eos_token_id` and automata. It follows from `max_new_tokens` or `max_length`, as in `generate`. If
-            neither option is set, the budget is the number of generated columns.
-        logits_processor, prefix_allowed_tokens_fn: a list of processors and a `TokenAutomaton`; only for `of="scores"`.
-        top_logprobs: the number of most likely tokens to return for each position, n.
+            `forced_eos_token_id` and automata. As in `generate`, `max_new_tokens` or `max_length` sets the budget. If
+            neither option is set and a row is longer than the default `max_length`, the budget is the number of
+            generated columns.
+        logits_processor, prefix_allowed_tokens_fn: a list of processors and a `TokenAutomaton`, only for `of="scores"`.
+        top_logprobs: n, the number of most likely tokens to return for each position.
         chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
 
     Raises:
@@ -119,7 +121,7 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
 
 
 def chunk_size(given: int | None, columns: int, logits: int) -> int:
-    """Return the number of columns per chunk; `logits` is the number of logits in one column of all rows."""
+    """Return the number of columns per chunk; `logits` is the number of logits per column across all rows."""
     if given is not None:
         return min(int(given), columns)
     chunks = -(-columns // max(1, LOGITS_AT_ONCE // logits))

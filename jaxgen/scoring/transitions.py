@@ -21,8 +21,9 @@ def compute_transition_scores(
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
     In a beam search, a row's `sequences_scores` is the sum of the scores of its n tokens, divided by
-    `n**length_penalty`. The result has one column per step of `scores`; transformers omits columns after the end of all
-    rows. Without `beam_indices`, entries after a row's end are the scores of the pad id; see `lengths` in the output.
+    `n**length_penalty`. The result has one column per step of `scores`; transformers omits the columns after the end of
+    the longest row. Without `beam_indices`, entries after a row's end are the scores of the pad id; see `lengths` in
+    the output.
 
     Args:
         sequences: int32[rows, P + N], the prompts and the generated tokens.

@@ -93,7 +93,8 @@ class Service:
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
-        kind = "text" if tokenizer.chat_template is None else "chat"  # without a template, the page continues a text
+        # Without a chat template, the web page offers text completion.
+        kind = "text" if tokenizer.chat_template is None else "chat"
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")

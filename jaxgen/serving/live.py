@@ -22,7 +22,7 @@ class Live:
         asked: the request.
         started: the time at which the request arrived, as returned by `time.monotonic`.
         streams: if True, all events are queued; otherwise, only the last event of each sequence.
-        news: the queue. Each item consists of a sequence's index within the request and an event of this sequence.
+        news: the queue. Each item consists of a sequence's index within the request and one of the sequence's events.
         handles: the prompts' handles in the engine.
     """
 

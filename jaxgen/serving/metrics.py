@@ -67,7 +67,7 @@ class Metrics:
             self._counters[key] = self._counters.get(key, 0) + number
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value to a histogram `times` times."""
+        """Add `times` observations of the same value to a histogram."""
         with self._lock:
             self._histograms[name].add(value, times)
 

@@ -33,7 +33,7 @@ class Replies:
         self._offsets: dict[int, int] = {}  # for each choice, the number of characters before the next token
 
     def _head(self, of_chat: str) -> dict[str, Any]:
-        """Return the fields that all bodies have. `of_chat` is the value of the field `object` in a chat's body."""
+        """Return the fields that all bodies have. For a chat request, the field `object` is set to `of_chat`."""
         kind = of_chat if self._is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint}

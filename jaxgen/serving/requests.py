@@ -139,7 +139,7 @@ class Reader:
         tools: Tools | None,
         texts: list[str] | None,
     ) -> Asked:
-        """Read the fields that requests for completions and for chat completions share."""
+        """Read the fields shared by requests for completions and for chat completions."""
         if request.stream and request.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not offered with stream: leave one of them out", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
@@ -203,7 +203,7 @@ class Reader:
         return number
 
     def _options(self, request: Common, most: int) -> dict[str, Any]:
-        """Return a request's options by their names in the engine; `most` is the maximum number of new tokens."""
+        """Return a request's options, keyed by the engine's names; `most` is the maximum number of new tokens."""
         own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
         if own.get("top_k") == -1:  # vLLM's value for "off"
             own["top_k"] = 0

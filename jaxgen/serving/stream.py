@@ -35,7 +35,7 @@ class EventStream(StreamingResponse):
         """Send the stream."""
         try:
             with contextlib.suppress(TimeoutError, ClientDisconnect):
-                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # in case the client does not read
+                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # in case the client stops reading
                     await super().__call__(scope, receive, send)
         finally:
             self._live.cancel()

@@ -91,7 +91,7 @@ class Answer:
         return self._cut.found
 
     def put(self, news: Event) -> Delta:
-        """Process an event of the sequence, and return the addition to the answer."""
+        """Process an event of the sequence, and return what the event adds to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
         text, calls = self._cut.put(self._stream.put(news.tokens)), []

@@ -20,7 +20,8 @@ from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-_RETURNED = ("refusal", "audio", "annotations", "function_call")  # fields of an answer that clients send back empty
+# Fields that clients copy from an answer into the next request. Only empty values are supported.
+_RETURNED = ("refusal", "audio", "annotations", "function_call")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
 _JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters that JSON allows outside strings
@@ -227,7 +228,7 @@ def _chosen(tool: Any, where: str, functions: Mapping[str, Any]) -> str:
 
 
 def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
-    """Return the grammar of a function's arguments; without a schema, the function has no arguments."""
+    """Return the grammar of a function's arguments; a function without a schema has no arguments."""
     if parameters is None:
         return Text(b"{}")
     schema = parameters if any(key in COMPANIONS for key in parameters) else {"type": "object", **parameters}
@@ -265,7 +266,7 @@ class CallParser:
     def __init__(self, names: Collection[str] | None, most_calls: int | None):
         self._names, self._most, self._found = names, most_calls, 0
         self._held: list[str] = []  # characters of a possible call, and the whitespace before it
-        self._place = "opening"  # "opening" also means plain text; `_matched` is then 0
+        self._place = "opening"  # in plain text, `_place` is "opening" and `_matched` is 0
         self._matched = 0  # number of matched characters of the opening or closing tag
         self._depth = 0  # number of open objects and lists
 
@@ -295,7 +296,7 @@ class CallParser:
         elif self._place == "opening" and not self._matched:
             content += [*self._held, char]
             self._held = []
-        else:  # this is not a call; a tag may begin here, or at the "<" that looked like the start of the closing tag
+        else:  # the held text is not a call, but a tag may begin at `char` or at a "<" directly before `char`
             again = "<" if self._place == "closing" and self._matched == 1 else ""
             text = "".join(self._held).removesuffix(again)
             content.append(text.rstrip(_SPACE))
@@ -377,7 +378,7 @@ def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
 
 
 def _typed(value: Any, where: str, kind: str, *optional: str) -> Mapping[str, Any]:
-    """Check that a value is an object with the type `kind` and the key `kind`, and return the value."""
+    """Check that a value is an object of the form `{"type": kind, kind: ...}`, and return the value."""
     if isinstance(value, Mapping) and value.get("type") != kind:
         _refuse(f"{where}.type", shown(kind), value.get("type"))
     given = _object(value, where, ("type", kind, *optional))

@@ -25,7 +25,8 @@ def named(template: Any) -> dict[str, str]:
     """Return the templates in a config's `chat_template` by name; a single template is named "default".
 
     Raises:
-        ConfigError: `template` is neither a string nor a list of objects with a name and a template, or is too large.
+        ConfigError: a template is too large, or `template` is neither a string nor a list of objects that each have the
+            keys `name` and `template`.
     """
     if template is None:
         return {}

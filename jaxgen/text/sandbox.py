@@ -1,8 +1,8 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
 Jinja's own sandbox isolates a template from the machine, but limits neither its time nor its memory. This sandbox
-measures every value that a template creates; if a value could be huge, its size is estimated beforehand. Therefore, no
-operation takes long, and the total time can be limited, in any thread, by checking the clock between operations.
+measures every value that a template creates; if a value could be huge, its size is estimated beforehand. No single
+operation therefore takes long. Checking the clock between operations limits the total time, and works in any thread.
 """
 
 import contextvars
@@ -18,8 +18,8 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2 import nodes
 
-SECONDS = 1.0  # maximum CPU time; each million input characters adds the same amount
-# Maximum number of characters in one value or in the output, and in all values together.
+SECONDS = 1.0  # maximum CPU time; each million input characters adds `SECONDS` to the maximum
+# Maximum number of characters: `LARGEST` in one value or in the output, and `_ALL` in all values together.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300  # growth of `LARGEST` and `_ALL` per input character
 _STEPS = 32  # number of steps between two checks of the clock
@@ -28,8 +28,8 @@ _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
 # These patterns find, in linear time, the format fields that are rejected because their output could be too large.
-# A field is rejected if its width has four digits or is an argument, or if it reads an attribute or item.
-# A "%(name)s" field can have any name, so a text with such a field must not contain four digits in a row.
+# A field is rejected if it has a width of four digits, takes its width from an argument, or reads an attribute or item.
+# A text with "%(" must not contain four digits in a row, because no pattern finds the end of the name in "%(name)9s".
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -79,7 +79,7 @@ class _Limits:
             raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Raise an error if the result of a filter or string method is too large. Format fields begin with `sign`."""
+        """Reject a filter or string method whose result is too large; `sign` ("{" or "%") begins a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not allowed")
@@ -204,9 +204,9 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test with limits. The context argument keeps jinja from calling the result at compile time."""
+    """Return a function that calls a jinja filter or jinja test within the limits."""
 
-    @jinja2.pass_context
+    @jinja2.pass_context  # keeps jinja from calling the function at compile time
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
         limits = _limits.get()
         value = list(value) if name == "join" else value
@@ -232,9 +232,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Adds counters to a template for loop iterations, macro calls and operations that do not call the environment.
+    """Makes a template count loop iterations, macro calls and those operations that do not call the environment.
 
-    Comparisons with constants are counted with the iteration or macro call that contains them, because they are short.
+    A comparison with a constant is cheap, and counts only as a step of the enclosing loop iteration or macro call.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

@@ -17,7 +17,7 @@ from jaxgen.text.token_bytes import FALLBACK
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Possible beginning of a text that clean_up replaces: a space, and characters that can follow it
+# A possible beginning of a string that `clean_up` replaces, such as " n't" or " 've"
 UNDECIDED = re.compile(r" [ 'nvr]*$")
 # An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
 CONTEXT = 4
@@ -94,7 +94,7 @@ class TextStreamer:
     Pass the streamer to `generate(..., streamer=)`, which calls `put` with the prompt and with each new token, and
     finally calls `end`. Unlike in HF, each complete character is printed at once, without waiting for whole words. By
     default, special tokens are skipped, as in `Tokenizer.decode`. Override `on_finalized_text` to send the text
-    elsewhere. `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to the standard output.
+    elsewhere. `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to standard output.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TextStreamer:
         self._expects_prompt = True
 
     def put(self, value: Any) -> None:
-        """Receive the prompt (in the first call) or new tokens, as one id, ids[n] or ids[1, n]."""
+        """Receive the prompt (in the first call) or new tokens: a single id, or ids of shape [n] or [1, n]."""
         ids = np.asarray(value)
         if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
             raise InputError(
@@ -184,7 +184,7 @@ class TextRowStreamer:
 
 
 class _QueueStreamer(TextStreamer):
-    """Streamer that puts its texts into a queue, followed by None or an exception."""
+    """Streamer that puts pieces of text into a queue. The last item of a run is None or an exception."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any

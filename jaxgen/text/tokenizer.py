@@ -157,14 +157,15 @@ class Tokenizer:
 
         Special tokens written in the text are recognized unless `split_special_tokens` is True, as it should be for
         untrusted text. The default is the config's setting, or False if the config has none. A text of more than
-        `max_length` ids, including added special tokens, is truncated at the config's `truncation_side`.
+        `max_length` ids, including added special tokens, is truncated on the side given by `truncation_side` in the
+        config.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
         encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
-        # Truncate in a separate step, because the backend's own truncation is a setting for all of its calls.
+        # Truncate in a separate step, because the backend's own truncation cannot be set for a single call.
         with library_errors(self.source):
             encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
@@ -223,7 +224,7 @@ class Tokenizer:
         generation prompt. The other arguments are as in `render_chat`.
 
         `after` is the result of `chat_prefix`. Each conversation must begin with the ids in `after`, which are left out
-        of the result. `max_length` includes the ids in `after`, but only later ids are truncated.
+        of the result. The ids in `after` count toward `max_length`, but only the ids that follow `after` are truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -262,7 +263,7 @@ class Tokenizer:
         `chat` must be called with the same values.
 
         Raises:
-            InputError: with this template, conversations that begin with `messages` have no first token in common.
+            InputError: with this template, not all conversations that begin with `messages` have the same first token.
         """
         options = {"tools": tools, "documents": documents, **template_kwargs}
         rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
@@ -283,7 +284,7 @@ class Tokenizer:
     ) -> str:
         """Render one conversation, like HF's `apply_chat_template(tokenize=False)`.
 
-        A role must be system, user, assistant, tool, or a quoted string in the template. `tools` are JSON schemas. If
+        A role must be system, user, assistant, tool, or a role that the template quotes. `tools` are JSON schemas. If
         `tools` is not None, the template "tool_use" is preferred. `template_kwargs` are additional variables for the
         template; they take precedence over special tokens. The template runs in a sandbox, and can use the additions to
         jinja from transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
@@ -415,7 +416,7 @@ def check_tokenizer(tokenizer: object) -> None:
 
 
 def clean_up(text: str) -> str:
-    """Remove the spaces that HF's `clean_up_tokenization` removes, in the same order."""
+    """Remove spaces with the replacements of HF's `clean_up_tokenization`, in HF's order."""
     for mark in (".", "?", "!", ","):
         text = text.replace(" " + mark, mark)
     text = text.replace(" ' ", "'")

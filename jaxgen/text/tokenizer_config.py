@@ -1,4 +1,4 @@
-"""Read a tokenizer's settings from a checkpoint's files, and add the tokens that the settings list."""
+"""Read a tokenizer's settings from a checkpoint's files, and add the tokens listed in them."""
 
 import itertools
 from collections.abc import Mapping

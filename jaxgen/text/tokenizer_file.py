@@ -25,7 +25,8 @@ _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the 
 
 # Matches an escape, a character class or any other character. Escapes and classes contain no operators.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate the table `precompiled_charsmap`. In a file, this key may contain escapes.
+# The Rust library does not validate the table under the key `precompiled_charsmap`. A JSON file may write letters of
+# the key as escapes, such as `\u0070` for "p".
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
@@ -80,7 +81,7 @@ def library_errors(source: str) -> Iterator[None]:
     except JaxgenError:
         raise
     except BaseException as error:
-        # The library raises plain Exception and ValueError. A Rust panic is not a subclass of Exception.
+        # The library raises plain Exception or ValueError. A Rust panic is a PanicException, which is not an Exception.
         if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
             raise ConfigError(f"{source}: the tokenizer fails: {error}") from error
         raise
@@ -88,7 +89,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """Discard what a failing block writes to stderr, because Rust prints panics, which are reported as errors."""
+    """Discard what a failing block writes to stderr, because Rust prints the panic that the exception reports."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed

@@ -122,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` after `before`. If a token would span both texts, `text` is encoded by itself."""
+    """Return the ids that extend `before` by `text`. If a token would span both texts, `text` is encoded by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -131,7 +131,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens. An example goes into the first of the last 64 rows with enough space.
+    """Pack examples into rows of `width` tokens. Of the last 64 rows, the first with space for an example gets it.
 
     Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
