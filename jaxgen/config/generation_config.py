@@ -142,7 +142,7 @@ class GenerationConfig(GenerationOptions):
         return config
 
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Split into a config that all prompts share, and the values of the enabled per-prompt options, by name.
+        """Return the config that all prompts share, and a dict of the values of enabled per-prompt options.
 
         Each value is a pytree of arrays, which apply to all prompts or have one entry per prompt. In the returned
         config, these options remain on, with the placeholder `IN_REQUEST` as their value.

@@ -134,7 +134,7 @@ class ConstraintAutomaton:
         """Return the banks, int32[rows, C, A], by which proposals are sorted.
 
         In transformers, all copies of the constraint that is in progress share one list of matched tokens. A row's
-        proposals are therefore added to the shared list in turn. If a proposed token does not continue the matched
+        proposals are therefore added to the shared list one after another. If a proposed token does not continue the matched
         tokens, the proposal makes no progress.
 
         Args:
@@ -172,7 +172,7 @@ class ConstraintAutomaton:
         return jnp.where((state.current >= 0)[:, None, None], shared[:, None, :], banks)
 
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
+        """For the constraint in progress, return each alternative's next token, int32[rows, A]; -1 for none.
 
         The matched tokens are the first `matched int32[rows]` tokens of the alternative with the index
         `alternative int32[rows]`. An alternative that does not start with the matched tokens has no next token.

@@ -55,8 +55,8 @@ class StepHook:
     the methods that you need with pure functions. The state can be any pytree of arrays with one entry per row on the
     first axis. These arrays are repeated and reordered along with the rows. The first step has one row per prompt, and
     later steps have one row per sequence. With `guidance_scale`, the rows of the stream without the prompt come last.
-    With `slots`, a hook call covers a few prompts during prefill, or a single sequence when the sequence enters a slot.
-    Hook calls in later steps cover all slots.
+    With `slots`, a hook call covers a few prompts during prefill, or a single sequence that enters a slot. Hook calls
+    in later steps cover all slots.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

@@ -128,7 +128,7 @@ class Prefixes:
                 self._free.append(place)
 
     def release(self, claim: Claim) -> None:
-        """Free the claimed places of a prompt that will not be fully read."""
+        """Free the places claimed for a prompt that will not be read completely."""
         for _, name, place in claim.keep:
             self._free.append(place)
             if claim.epoch == self._epoch:

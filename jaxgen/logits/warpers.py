@@ -71,8 +71,8 @@ def top_k_top_p(
 def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
     """Return `kept` in rows where `known bool[rows, 1]` is True, and `bisected()` in all other rows.
 
-    A row is known if the candidates determine its result. Each warper has only one conditional per step, because a GPU
-    waits for the host at each conditional.
+    `known` is True in rows whose result the candidates determine. Each warper has only one conditional per step,
+    because a GPU waits for the host at each conditional.
     """
     return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 

@@ -81,7 +81,7 @@ class KVCache:
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), jnp.zeros(rows, jnp.int32), dtype=name)
 
     def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
-        """Return an empty cache of `slots` slots that extends this one, with `copies` rows for each row of this cache.
+        """Return an empty cache of `slots` slots with this cache as its prefix, and `copies` rows for each row here.
 
         With `shared`, the copies of a row share their slots, so `select` moves no data.
         """
