@@ -223,7 +223,7 @@ class Step:
     """One step of the searches: the running beams, and the scores of their continuations.
 
     Attributes:
-        run: the constants.
+        run: the constants of the run.
         beams: the searches before the step.
         logits: float32[rows, V], the model's logits.
         scores: float32[rows, V], the processed scores.

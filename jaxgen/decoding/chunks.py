@@ -52,7 +52,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
     """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
-        run: the constants; every option that a prompt may use must be on.
+        run: the constants of the run; every option that a prompt may use must be on.
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
         key_impl: the implementation of the random keys, as in the `impl` argument of `jax.random.key`.

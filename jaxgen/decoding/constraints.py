@@ -134,8 +134,8 @@ class ConstraintAutomaton:
         """Return the banks, int32[rows, C, A], by which proposals are sorted.
 
         In transformers, all copies of the constraint that is in progress share one list of matched tokens. A row's
-        proposals are therefore added to the shared list one after another. If a proposed token does not continue the matched
-        tokens, the proposal makes no progress.
+        proposals are therefore added to the shared list one after another. If a proposed token does not continue the
+        matched tokens, the proposal makes no progress.
 
         Args:
             state: the state of the rows before the proposals.

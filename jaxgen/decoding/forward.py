@@ -97,7 +97,7 @@ def run_prompts(
     """Run the prompts through the model, in one pass or in chunks; return the logits at each row's last token.
 
     Args:
-        run: the constants.
+        run: the constants of the run.
         rows: the rows, which are returned with the hook's new state.
         tokens: the prompts, in all streams.
         cache: a cache of the preceding tokens, to which `tokens` are added.

@@ -165,7 +165,7 @@ class Rows(RowState):
         """Append a token to each live row, record the step, and set the stop reasons of the rows that end.
 
         Args:
-            run: the constants.
+            run: the constants of the run.
             tokens: int32[rows], the chosen tokens.
             live: bool[rows], the rows to extend; finished rows are never extended.
             logits: float32[rows, V], the model's logits.

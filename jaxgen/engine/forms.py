@@ -72,7 +72,7 @@ class Form:
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: a config with only the options that `cfg` turns on. A step uses `usual` if no prompt is `Prompt.unusual`.
+        usual: a config with only the options that `cfg` turns on, for steps in which no prompt is unusual.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.

@@ -182,6 +182,6 @@ class JaxgenLM(TemplateLM):
                 remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
                 raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
         ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
-        # The eos token ends an answer by its id, so its text does not have to be a stop string.
+        # The eos token itself ends an answer, so its text does not have to be a stop string.
         texts = [text for text in stops if text != self._eos_text]
         return {"ids": ids, "max_new_tokens": most, "stop_strings": texts or None, **given}, stops

@@ -1,6 +1,6 @@
 """Export programs to files that jax can run without jaxgen.
 
-`generate` exports `generate()`, and `engine` exports the loop of an `Engine`. Both modules trace a function whose
+The module `generate` exports `generate()`, and `engine` exports the loop of an `Engine`. Both trace a function whose
 arguments and results are dicts of arrays. `plain` converts jaxgen's own types to and from these dicts. `file` writes
 programs to a file, and `lowering` contains the code that all exports share. The command `python -m jaxgen.export`
 exports a checkpoint, or describes an exported file.

@@ -1,6 +1,6 @@
 """Conversion of a JSON schema to an expression that matches only texts valid against the schema.
 
-Whatever an expression cannot represent is rejected, so every generated text is valid. Not every valid text is
+Schemas that an expression cannot represent are rejected, so every generated text is valid. Not every valid text is
 generated: strings have no \\u escapes where another spelling exists, members appear in the schema's order, and patterns
 match whole strings. Free-form values nest at most two levels deep. Recursive schemas end after `LEVELS` levels: at that
 depth, a reference matches nothing, so optional members and items are left out.

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxgen.shapes import at_most
 
-# Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
+# Since jax 0.11, XLA uses a different library for matrix products on a CPU (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
 # On a CPU, a product's left operand is the weight if the other operand has at most this many rows and fewer rows than
@@ -273,7 +273,7 @@ def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
-    """Normalize a row together with a row of zeros.
+    """Append a row of zeros to a single row, normalize both, and return the first.
 
     XLA's GPU compiler recognizes a norm only if it has several rows. The compiler then fuses the norm with the
     product after it, unless rows are concatenated before the norm or sliced after it.
