@@ -33,7 +33,7 @@ def test_there_are_goldens():
     assert len(ADAPTERS) == 7
 
 
-@pytest.mark.parametrize(("checkpoint", "adapter"), [*ADAPTERS[:2], *slow(*ADAPTERS[2:])])
+@pytest.mark.parametrize(("checkpoint", "adapter"), [ADAPTERS[1], *slow(ADAPTERS[0], *ADAPTERS[2:])])
 def test_logits_are_those_of_peft(checkpoint, adapter, tmp_path):
     params, cfg = load_hf(PEFT / "checkpoints" / checkpoint)
     attached = load_adapter(PEFT / "adapters" / checkpoint / adapter, params, cfg)

@@ -51,7 +51,7 @@ def test_logits(folder):
             np.testing.assert_allclose(cached, expected, rtol=0, atol=1e-4 * largest)
 
 
-@pytest.mark.parametrize("folder", some(3, CHECKPOINTS), ids=named)
+@pytest.mark.parametrize("folder", some(5, CHECKPOINTS), ids=named)
 def test_logits_of_a_left_padded_batch(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
@@ -165,7 +165,7 @@ def test_greedy_scores_and_logits_of_each_step():
 def sampling_cases():
     cases = json.loads((GOLDENS / "441" / "sampling.json").read_text())
     for number, case in enumerate(cases):
-        yield pytest.param(number, case, id=str(number), marks=[pytest.mark.slow] * (number % 8 != 0))
+        yield pytest.param(number, case, id=str(number), marks=[pytest.mark.slow] * (number % 16 != 0))
 
 
 @pytest.mark.parametrize(("number", "case"), list(sampling_cases()))
