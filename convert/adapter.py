@@ -53,8 +53,8 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
     If `path` is one directory, its adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the
     adapter to apply: one index for all prompts, or one for each prompt. The default, -1, applies no adapter. Updates
-    are padded to the largest rank. Two lists share a program if they contain the same number of adapters, with the same
-    ranks and modules.
+    are padded to the largest rank. Two lists share a program if they contain the same number of adapters, for the same
+    modules, with the same largest rank.
 
     Args:
         path: an adapter's directory, or a list of directories.

@@ -82,7 +82,7 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return `wanted`, or the tensor's dtype in the file if `wanted` is None or the weight is quantized."""
+        """Return a tensor's dtype in memory: `wanted`, or its own if `wanted` is None or the weight is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted

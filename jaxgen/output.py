@@ -26,7 +26,7 @@ T = TypeVar("T")
 class GenerateOutput:
     """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then those of prompt 1.
 
-    N is `max_new_tokens`, or the largest of its values if each prompt has its own value.
+    N is the maximum number of new tokens in a row: the largest `max_new_tokens`, or what `max_length` leaves.
 
     Attributes:
         sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. If only embeddings
@@ -49,7 +49,7 @@ class GenerateOutput:
         attentions: the attention weights of all layers, with `output_attentions`.
         cache: a `Continuation`: the ids and number of all tokens, and the keys and values of all but each row's last
             token. None with `slots`.
-        prompt_width: P, the width of the prompts; it is static.
+        prompt_width: P, the width of the prompts in `sequences` (0 if `sequences` omits them); it is static.
     """
 
     sequences: jax.Array
@@ -135,7 +135,7 @@ class GenerateOutput:
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # The cache lacks only a row's last generated token. `before` is the number of cached tokens before the prompt.
+        # The cache lacks only a row's last generated token. `before` counts cached tokens before those in `sequences`.
         before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
         order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
         cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]

@@ -137,7 +137,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Bypass jax's own cache, because XLA drops functions if it serializes a program that was loaded from a file.
+    """Keep programs out of jax's own cache, because XLA drops functions if it serializes a program that it loaded.
 
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" on the first call.
     """

@@ -28,7 +28,7 @@ def wanted(options: argparse.Namespace) -> bool:
 def supervise() -> int | None:
     """Fork the process. Return None in the child; in the parent, wait for the child and return its exit status.
 
-    If another process is lost, jax's runtime prints a page of text and aborts the child; the parent adds one line.
+    If another process is lost, jax's runtime prints a page of text and aborts the child; the parent adds an error line.
     """
     alive, parent = os.pipe()
     child = os.fork()
@@ -80,7 +80,7 @@ def join(options: argparse.Namespace) -> None:
             f"the processes could not be connected: {error}; set --coordinator HOST:PORT, --processes N and --process I"
         ) from error
     sys.excepthook = _end
-    # Only answers may reach stdout, so discard the output of C++ code, such as Gloo's connection messages.
+    # Only answers may reach stdout, so discard what C++ code prints to it, such as Gloo's connection messages.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stdout = os.dup(1) if jax.process_index() == 0 else nowhere
     os.dup2(nowhere, 1)

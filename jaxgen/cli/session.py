@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Arguments of `generate` and statistics of a run. `generate_kwargs` contains all other arguments."""
+    """Arguments of `generate`, and statistics. `generate_kwargs` contains further keyword arguments."""
 
     params: Any
     cfg: GenerationConfig

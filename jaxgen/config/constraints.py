@@ -119,7 +119,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return constraints as phrases or tuples of phrases. `value` may be an array `[C, A, W]`, padded with -1."""
+        """Return a tuple of phrases or tuples of phrases. `value` may be an array `[C, A, W]`, padded with -1."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)

@@ -175,8 +175,8 @@ class GenerationConfig(GenerationOptions):
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
-        `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. Everywhere
-        else, ids outside the vocabulary are rejected. If the decode mode does not read a value in `config`, there is no
+        `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. The
+        constructor and `replace` reject such ids. If the decode mode does not read a value in `config`, there is no
         warning, unless `replace` sets the option later.
 
         Raises:

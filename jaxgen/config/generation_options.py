@@ -2,7 +2,7 @@
 
 The options for length and for choosing tokens are in sampling_options.py; all others are here.
 
-Options that have a `stage` are logits processors or warpers. Within a stage, they run in the order listed here, as in
+Options that have a `stage` are logits processors or warpers. Within a stage, they run in the order listed, as in
 transformers. CONTRIBUTING.md shows how to add an option. kinds.py parses and checks the values, reference.py writes
 docs/options.md, and cli/options.py creates the command's flags.
 

@@ -185,7 +185,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return each row's progress, int32[rows], as if the row were matching `constraint`'s longest alternative."""
+        """Return int32[rows], the maximum length minus the tokens left in `constraint`'s longest alternative."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Set the number of candidates to the largest `top_k`, which cannot be traced because it sets array sizes."""
+        """Require as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "

@@ -43,7 +43,7 @@ class Dola(Sample):
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
         processed = process(run, rows, scores)
-        # If processors or a grammar ban all tokens that DoLa keeps, use the logits. Transformers would choose token 0.
+        # If processors or a grammar ban all tokens that DoLa keeps, use the logits; transformers would choose token 0.
         banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
         processed = lax.cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
@@ -98,7 +98,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
     """Return the contrasted scores, float32[rows, V], in which unlikely tokens are banned.
 
-    For each row, subtract the log-probabilities of the candidate layer that differs most from the last layer.
+    From each row's log-probabilities, subtract those of the candidate layer that differs most from the last layer.
 
     Args:
         mature: float32[rows, V], the model's logits.

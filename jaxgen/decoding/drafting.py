@@ -185,7 +185,7 @@ def _draft_of(run: Run) -> Run:
 def _width(run: Run) -> int:
     """Return the maximum number of tokens that the draft model may draft."""
     cfg = _draft_of(run).cfg
-    # The heuristic schedule stops at twice the initial number of drafted tokens, which limits the width of a pass.
+    # The heuristic schedule drafts at most twice the initial number of tokens, which limits the width of a pass.
     growth = 1 if cfg.num_assistant_tokens_schedule == "constant" else 2
     return _within(run, cfg.num_assistant_tokens * growth)
 

@@ -1,6 +1,6 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-No token runs through the model twice. Except in contrastive search, the model never reads a row's last token.
+No token runs through the model twice. Only contrastive search and modes with drafts may read a row's last token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mode(abc.ABC):
     no row needs another step.
 
     Attributes:
-        takes_draft: True if a draft model may be passed. In this case, `Assisted` replaces the mode.
+        takes_draft: True if a draft model may be passed. If one is passed, `Assisted` replaces the mode.
         drafts: True if the mode reads drafted tokens.
         replays: True if `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
         refills: True if rows can be replaced, which requires the methods `empty`, `enter` and `insert`.
@@ -197,7 +197,7 @@ def progress(run: Run, state: Any, mode: Mode) -> Progress:
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
-    """Take up to `steps` steps, stopping when every row is finished."""
+    """Take steps until every row is finished. If `steps` is given, take at most that many."""
 
     def unfinished(carry: tuple[jax.Array, Any]) -> jax.Array:
         step, state = carry

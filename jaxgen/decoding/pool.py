@@ -24,7 +24,7 @@ from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
 _TOKENS = 512  # maximum number of tokens to read between steps, over all prompts
-_CHUNK = 128  # maximum number of tokens for one prompt; `prefill_chunk_size` overrides it
+_CHUNK = 128  # maximum number of tokens to read between steps for one prompt; `prefill_chunk_size` overrides it
 
 
 @flax.struct.dataclass
@@ -137,7 +137,7 @@ class Pool:
         """Read the next chunk of each prompt that has not been fully read.
 
         Each pass reads a chunk of one prompt, so that the model computes nothing for empty places of the pool. On a
-        mesh, one pass reads a chunk of every prompt, because each device reads its own places of the pool.
+        mesh, one pass reads a chunk of every prompt, because the mesh divides the places of the pool.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))

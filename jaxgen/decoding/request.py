@@ -19,7 +19,7 @@ Array = Any  # np.ndarray while a call is prepared, jax.Array inside a program
 
 @flax.struct.dataclass
 class Request:
-    """The checked prompts and options of a run. In an eager call, arrays are padded to buckets. All fields are traced.
+    """The checked prompts of a run and their options, padded to buckets in an eager call. All fields are traced.
 
     Attributes:
         ids: int32[B, P], padded on either side; all `UNKNOWN` if only embeddings were given.
@@ -52,7 +52,7 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Select prompts by index, `prompts int32[n]`, from a complete request in which all prompts share one cache."""
+        """Select prompts by index, `prompts int32[n]`, from a complete request whose cache, if any, has one row."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 

@@ -42,7 +42,7 @@ class Sizes:
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
     """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Prompts can share cache rows only if their number, after padding for a mesh, is a multiple of `rows`.
+    Equally many consecutive prompts share each cache row. Padding for a mesh would change which prompts share a row.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 

@@ -124,7 +124,7 @@ class Device:
 
 
 def committed(tree: Any, like: Any) -> Any:
-    """Commit the arrays of `tree` to the device that holds `like`. Arrays already on this device are not copied."""
+    """Return the arrays of `tree`, committed to the device of `like`. Arrays already on this device are not copied."""
     leaf = jax.tree.leaves(like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 

@@ -65,9 +65,9 @@ class Prompt:
 class Form:
     """The options that prompts may set, with defaults from the engine's config.
 
-    `options` contains the names of options that allow one value per prompt; None means all of them. Options that are
-    tables of ids have space for `entries` entries. `key_impl` is the implementation of random keys for prompts with
-    their own key; None if prompts cannot have their own key. `adapters` is the number of adapters in the parameters.
+    `options` contains the names of these options. Each must allow one value per prompt; None means all that do. Tables
+    of ids have space for `entries` entries. `key_impl` is the implementation of random keys for prompts with their own
+    key; None if prompts cannot have their own key. `adapters` is the number of adapters in the parameters.
 
     Attributes:
         cfg: the engine's config.

@@ -36,7 +36,7 @@ class Prefixes:
     """An index of the chunks in a store with a fixed number of places. The least recently used chunks are evicted.
 
     Prompts are loaded onto the device in the order of calls to `enter`. A place can therefore be reassigned while
-    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after it has been copied.
+    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after they have copied it.
 
     Args:
         places: the capacity of the store, in chunks; 0 for no store.

@@ -1,4 +1,4 @@
-"""Events, which report an answer as it grows, and completions, which contain the whole answer."""
+"""Events, which report an answer as it grows, and completions, which contain all of the answer so far."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Handle:
     """A prompt that was submitted to an engine.
 
     Iterate over the handle, with `for` or `async for`, to get all events as they occur, or call `result` to wait for
-    the end. Several threads can use a handle at the same time.
+    the end. Several threads can iterate and wait at the same time.
 
     Attributes:
         failure: the exception that `result` raises, or None.
@@ -121,7 +121,7 @@ class Handle:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences generated for the prompt."""
+        """The number of sequences to generate for the prompt."""
         return len(self._sequences)
 
     @property

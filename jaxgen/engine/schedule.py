@@ -1,4 +1,4 @@
-"""Decide which prompts to send with each chunk, and read the results. This module runs only on the host."""
+"""Decide what to send with each chunk, and read the chunk's results. This module runs only on the host."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # While an earlier prompt waits for space in the table, later prompts wait too, even if their automata
-                # are already in the table. Otherwise, the earlier prompt might wait forever.
+                # While an earlier prompt waits for space in a table, later prompts that need this table wait too, even
+                # if their automata are already in the table. Otherwise, the earlier prompt might wait forever.
                 state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
@@ -251,7 +251,7 @@ class Schedule:
 
 
 class Pace:
-    """Controller for the number of steps in a chunk. A chunk gets as few steps as it needs to last 0.1 seconds.
+    """Controller for the number of steps in a chunk. The target is the smallest number that takes at least 0.1 seconds.
 
     Shorter chunks reduce latency, because the host reads a chunk's tokens only after the chunk has ended. Prompts that
     arrive during a chunk wait for the next chunk.

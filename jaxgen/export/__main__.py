@@ -1,4 +1,4 @@
-"""`python -m jaxgen.export`: write a checkpoint's programs to a file, or describe an existing file."""
+"""`python -m jaxgen.export`: write a checkpoint's programs to a file, or describe an exported file."""
 
 from __future__ import annotations
 

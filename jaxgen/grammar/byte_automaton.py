@@ -22,7 +22,7 @@ STATES = 2**15
 NFA_STATES = 2**16  # maximum number of states in the nondeterministic automaton
 WORK = 2_000_000  # maximum number of states and transitions visited while building
 HIGHEST = 400  # maximum depth of nested expressions
-MANY = 16  # if an item may occur this many times or more, error messages name the part around the repetition
+MANY = 16  # if a repetition's `high` is at least this, error messages name the part around it, not parts inside it
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 

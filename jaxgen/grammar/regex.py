@@ -287,7 +287,7 @@ class _Reader:
         return code
 
     def category(self, negated: bool) -> Ranges:
-        r"""Read `p{...}`, and return the characters of a general Unicode category."""
+        r"""Read `p{...}`; return the characters of a Unicode general category, or all other characters if `negated`."""
         found = self.match(_PROPERTY)
         if found is None or found[1] not in CATEGORIES:
             self.refuse(
@@ -329,6 +329,6 @@ def _category(name: str) -> Ranges:
 def _cases() -> list[tuple[int, int]]:
     """Return the pairs of characters that differ only in case, that is, have the same case folding."""
     alike: dict[str, list[int]] = {}
-    for code in range(0x1E944):  # no character beyond this code has upper and lower case
+    for code in range(0x1E944):  # no character from this code on has upper and lower case
         alike.setdefault(chr(code).casefold(), []).append(code)
     return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]

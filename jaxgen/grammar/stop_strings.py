@@ -170,7 +170,7 @@ class StopAutomaton(NamedTuple):
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. Raises the errors of `StopStrings.build`."""
+        """Build the automaton; without strings, it finds nothing. Raises InputError as in `StopStrings.build`."""
         check_tokenizer(tokenizer)
         text, _ = _vocabulary(tokenizer, vocab_size)
         possible = text.tobytes()

@@ -30,7 +30,7 @@ from jaxgen.text.utf8_text import encoded
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # maximum number of transitions in a table, even during construction; this many take 128 MB
 MOST_WORK = 2**28  # maximum number of transitions followed while building
-LONGEST_PREFIXES = 30_000  # maximum total length of all prefixes, in bytes
+LONGEST_PREFIXES = 30_000  # maximum total length of all distinct prefixes, in bytes
 COMPLETE = 0  # the state after a prefix
 _NEVER = 2**30  # the value of `shortest` if the text cannot be completed
 

@@ -171,8 +171,8 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
-    tokens are kept. If an int `min_tokens_to_keep` above 1 adds tokens, only the tied tokens with the lowest ids are
-    added. A mass of 1 keeps all tokens.
+    tokens are kept. If an int `min_tokens_to_keep` above 1 adds tokens, and several tokens tie for the last place, the
+    lowest ids are added. A mass of 1 keeps all tokens.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)

@@ -70,7 +70,7 @@ def _hash(seed, token):
 
 
 def _mix(x):
-    """Permute the uint32 values: each output bit depends on all input bits (lowbias32 by C. Wellons, public domain)."""
+    """Map uint32s one to one; each output bit depends on all input bits (lowbias32 by C. Wellons, public domain)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))

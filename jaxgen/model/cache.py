@@ -272,7 +272,7 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Convert weights of slots, `[..., offset + S*writers]`, to weights of tokens, `[..., offset + S]`."""
+        """Convert attention weights of slots, `[..., offset + S*writers]`, to those of tokens, `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)

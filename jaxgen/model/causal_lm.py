@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Return the output `[B, T, D]`, the attention weights, and the cache's last part, including the new tokens."""
+        """Return the output `[B, T, D]`, the attention weights, and the last part, including the new tokens."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 

@@ -173,7 +173,7 @@ class ModelConfig:
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
         qk_norm: whether queries and keys are normalized.
-        windows: for each layer, the maximum number of tokens that a token attends to, including itself, or None.
+        windows: for each layer, the maximum number of tokens that a token attends to, including itself; None for all.
         dtype: the dtype of the checkpoint's weights.
     """
 

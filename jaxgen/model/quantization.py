@@ -26,7 +26,7 @@ def kind_of(quantize: Any) -> type[Quantized] | None:
     """Return the class that `quantize` names, or `quantize` itself if it is a class; None for "none" and None.
 
     Raises:
-        ConfigError: `quantize` is not a valid name or class.
+        ConfigError: `quantize` is not a valid name or class, nor None.
     """
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize

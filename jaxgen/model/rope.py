@@ -56,7 +56,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
 
 
 def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return the radians per position, float32[B, 1, H/2], as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    """Return each row's radians per position, float32[B, 1, H/2], as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
     dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
     assert rope.factor is not None
     length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)

@@ -17,9 +17,9 @@ from jaxgen.model.context import Context
 
 @runtime_checkable
 class Weight(Protocol):
-    """A matrix `[F, D]` that is not stored as a plain array. A weight is a pytree that replaces a parameter array.
+    """A matrix `[F, D]` that is not stored as a plain array. A `Weight` is a pytree that replaces a parameter array.
 
-    A new kind of weight is a class with these members. Layers use weights only through `jaxgen.model.linear`.
+    A new kind of weight is a class with these members. Layers use a `Weight` only through `jaxgen.model.linear`.
     """
 
     @property

@@ -57,7 +57,7 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
     XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA
-    hoists nothing from a branch. If `first` is all NaN, this branch is not taken, and all floats in the result are NaN.
+    moves nothing out of a branch. If `first` is all NaN, the branch is not taken, and all floats in the result are NaN.
     """
 
     def not_numbers(*arguments):
@@ -70,7 +70,7 @@ def rounded(x: jax.Array) -> jax.Array:
     """Round float32 numbers to float32, as a barrier. The rounding changes no value, but XLA treats it as an operation.
 
     XLA therefore does not combine the operations before and after the rounding, but may still fuse them into one
-    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases drop the barrier too early.
+    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases drop it before combining.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -147,8 +147,8 @@ def in_one_piece(divided: bool | None) -> bool:
 def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) -> jax.Array:
     """Append a row of zeros to a single 16-bit row, multiply both by `weight`, and return the first row's product.
 
-    `axis` is the axis of rows. To multiply one 16-bit row on a CPU, XLA converts the weights to float32. In a loop, XLA
-    stores the converted weights. With two or more rows, the product reads the weights without converting them.
+    `axis` is the axis of rows, also in the result. To multiply one 16-bit row on a CPU, XLA converts the weights to
+    float32 and, in a loop, stores the copy. With two or more rows, the product reads the weights without conversion.
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
@@ -295,7 +295,7 @@ def for_head(x: jax.Array) -> jax.Array:
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Return `plain(x, part)`, the product of queries and keys or, if `values` is True, of weights and values.
+    """Return `plain(x, part)`, the product of queries and keys or, with `values`, of attention weights and values.
 
     If each row has one query and does not share the part with other rows, a GPU may use sums of products instead of a
     matrix product. The compiler fuses sums of products with the operations before and after them, so fewer kernels are

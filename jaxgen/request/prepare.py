@@ -195,7 +195,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of cache slots for cached tokens. Unless prompts share rows, include slots for the prompts."""
+    """Return the number of cache slots for cached tokens and, unless prompts share cache rows, for the prompts."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:

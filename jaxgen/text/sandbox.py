@@ -29,7 +29,7 @@ _LARGEST_INTEGER = 100_000  # bits
 
 # These patterns find, in linear time, the format fields that are rejected because their output could be too large.
 # A field is rejected if it has a width of four digits, takes its width from an argument, or reads an attribute or item.
-# A text with "%(" must not contain four digits in a row, because no pattern finds the end of the name in "%(name)9s".
+# A text with "%(" must not contain four digits in a row, because the name in "%(name)9s" can contain any character.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -79,7 +79,7 @@ class _Limits:
             raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Reject a filter or string method whose result is too large; `sign` ("{" or "%") begins a format field."""
+        """Reject a filter or string method whose result may be too large; `sign`, "{" or "%", begins a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not allowed")

@@ -92,8 +92,8 @@ class TextStreamer:
     """Streamer that prints the text of one row as it is generated, like HF's `TextStreamer`.
 
     Pass the streamer to `generate(..., streamer=)`, which calls `put` with the prompt and with each new token, and
-    finally calls `end`. Unlike in HF, each complete character is printed at once, without waiting for whole words. By
-    default, special tokens are skipped, as in `Tokenizer.decode`. Override `on_finalized_text` to send the text
+    finally calls `end`. Unlike in HF, each complete character is printed at once, without waiting for whole words, and
+    special tokens are skipped by default, as in `Tokenizer.decode`. Override `on_finalized_text` to send the text
     elsewhere. `decode_kwargs` are passed to `TextStream`. If `file` is None, the text goes to standard output.
     """
 

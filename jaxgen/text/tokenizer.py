@@ -284,11 +284,11 @@ class Tokenizer:
     ) -> str:
         """Render one conversation, like HF's `apply_chat_template(tokenize=False)`.
 
-        The roles are system, user, assistant, tool, and others that the template names. `tools` are JSON schemas. If
-        `tools` is not None, the template "tool_use" is preferred. `template_kwargs` are additional variables for the
-        template; they take precedence over special tokens. The template runs in a sandbox, and can use the additions to
-        jinja from transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
-        generation blocks, and `strftime_now`, which returns the current date and time.
+        A role must be system, user, assistant, tool, or one that the template contains as a quoted string. `tools` are
+        JSON schemas. If `tools` is not None, the template "tool_use" is preferred. `template_kwargs` are additional
+        variables for the template; they take precedence over special tokens. The template runs in a sandbox, with the
+        additions to jinja from transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and
+        `continue`, generation blocks, and `strftime_now`, which returns the current date and time.
         """
         return chat_template.render(
             self._templates,

@@ -282,7 +282,7 @@ _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return True if `train` would resume from a state in `directory`; raise the same errors as `train`."""
+    """Return True if `train` would resume from a state in `directory`; raise `train`'s errors about that state."""
     return has_state(directory, _settings(model, cfg, run))
 
 

@@ -17,7 +17,7 @@ from jaxgen.errors import ConfigError, InputError
 def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps: float = 1e-4) -> jax.Array:
     """Return GRPO's advantage: how much better each answer is than the other answers to the same prompt.
 
-    The advantage is (r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, eps as in TRL).
+    The advantage is (r - mean) / (std + eps), with the group's mean and sample std (arXiv 2402.03300, eps as in TRL).
 
     Args:
         rewards: float32[B], in the order in which `generate` returns answers: G for prompt 0, then G for prompt 1, ...
