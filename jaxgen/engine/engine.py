@@ -158,8 +158,9 @@ class Engine:
 
         Args:
             prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
-            on_event: called in the engine's thread with each `Event`. The function should return quickly. If the
-                function raises an exception, the engine cancels the prompt, and the handle raises the exception.
+            on_event: called with each `Event` in the engine's thread, or in the thread that cancels the prompt. The
+                function should return quickly. If it raises an exception, the engine cancels the prompt, and the
+                handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
             **options: the prompt's options, except those in `prompt`. A prompt can set options of `GenerationConfig`
                 that allow one value per prompt. In addition, a prompt can set `max_new_tokens`, `stop_strings`,
@@ -183,7 +184,7 @@ class Engine:
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[Event], object] | None, timeout) -> Handle:
-        """Submit a prompt. The engine's thread passes each event to the listener, without text.
+        """Submit a prompt. The listener is called like `on_event` in `submit`, but events have no text.
 
         If the prompt fails, the last event has no tokens and no stop reason, and the handle's `failure` is set.
         The other arguments and the errors are as in `submit`.

@@ -219,11 +219,11 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Most values that affect results are required. The biases and the head size are optional. On
-        loading, they are checked against the checkpoint's tensors. Sliding windows work as in transformers 5: a token
-        sees at most `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
-        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects.
-        (transformers 4.41.1 uses windows in all layers.)
+        `dtype`. Most values that affect results are required. The biases and the head size are optional (Qwen3
+        requires `head_dim`). On loading, they are checked against the checkpoint's tensors. Sliding windows work as in
+        transformers 5: a token sees at most `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models
+        have windows only if `use_sliding_window` is true, and only in the layers that `layer_types` or
+        `max_window_layers` selects. (transformers 4.41.1 uses windows in all layers.)
 
         Raises:
             ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.

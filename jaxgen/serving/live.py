@@ -50,7 +50,7 @@ class Live:
             raise
 
     def _hear(self, number: int, news: Event) -> None:
-        """Update the metrics for an event of a prompt, and queue the event if needed; called in the engine's thread."""
+        """Listen to a prompt: update the metrics for an event, and queue the event if needed; see `Engine.follow`."""
         place, now = number * self.asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
             count = len(news.tokens)
