@@ -20,9 +20,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.support.slow_tests import Choice
 
-# Background jobs of a shell ignore interrupts, and the processes that tests start would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Background jobs of a shell ignore Ctrl-C and Ctrl-\, and the processes that tests start would inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # JAX keeps more than a million Python objects alive. By default, visiting them takes 7 % of the run.
 DEFAULT_GC = gc.get_threshold()
