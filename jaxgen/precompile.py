@@ -49,13 +49,11 @@ def warmup(
     Args:
         params: the parameters, as in later calls.
         cfg: the options, as in later calls; `max_new_tokens` may differ.
-        widths: the expected widths of prompts.
-        lengths: the expected values of `max_new_tokens`.
+        widths, lengths: the expected widths of prompts, and the expected values of `max_new_tokens`.
         prompts: the number of prompts per call.
         key: None for greedy decoding, or any key.
         streaming: compile the programs for calls with a streamer or `max_time`.
-        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, assistant, hook: as in later calls;
-            see `generate`.
+        Other arguments: as in later calls to `generate`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`, or if widths, lengths or prompts are below 1.

@@ -60,8 +60,7 @@ def score(
         ids: int32[B, L], texts padded to one width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
             `of="scores"`, pass the config passed to `generate`. An option's value for a prompt applies to all rows of
-            the prompt. If the rows are not in groups of `num_return_sequences`, set `num_return_sequences=1`, and give
-            each per-prompt option one value per row.
+            the prompt. For rows in other groups, set `num_return_sequences=1` and give these options one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution after all processors and warpers
             of `cfg`. "scores" supports greedy search, contrastive search and sampling. Warpers never remove the scored
@@ -69,8 +68,7 @@ def score(
         prompt_width: the number of columns on the left that are not scored. With `of="scores"`, these columns contain
             the prompts, and the other columns contain the generated tokens, up to each row's end. The budget affects
             `forced_eos_token_id` and automata. As in `generate`, `max_new_tokens` or `max_length` sets the budget. If
-            neither option is set and a row is longer than the default `max_length`, the budget is the number of
-            generated columns.
+            neither is set and a row is longer than the default `max_length`, the budget is the number of new columns.
         logits_processor, prefix_allowed_tokens_fn: a list of processors and a `TokenAutomaton`, only for `of="scores"`.
         top_logprobs: n, the number of most likely tokens to return for each position.
         chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
