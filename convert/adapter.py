@@ -87,7 +87,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return each adapter's updates by module: pairs of A, float32[r, in], and B times the scale, float32[out, r]."""
+    """Return each adapter's updates by module: pairs (A, scale * B) with shapes float32[r, in] and float32[out, r]."""
     shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
     read = [_read(Path(path), shapes, model.tie_word_embeddings) for path in paths]
     if problems := [problem for _, faults in read for problem in faults]:

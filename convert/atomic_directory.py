@@ -63,7 +63,7 @@ def _partial(target: Path) -> Path:
 
 
 def _clean(target: Path) -> None:
-    """Clean up after killed writers of `target`: restore the previous directory and remove partial directories."""
+    """If writers of `target` were killed, restore the previous directory and remove partial directories."""
     old = replaced(target)
     if old.is_dir():
         if target.exists():

@@ -13,8 +13,8 @@ _BULLET = "\n  - "
 class CheckpointError(JaxgenError):
     """Error for a checkpoint that cannot be read or written; `problems` lists the reasons, one line each.
 
-    If there is only one problem, the problem is the message. For several problems, the message is a heading and the
-    problems in `first`.
+    If there is only one problem, the message is the text of that problem. If there are several problems, the message is
+    a heading followed by the problems in `first`.
     """
 
     def __init__(self, problems: list[str]):

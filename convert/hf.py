@@ -82,7 +82,7 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: `wanted`, or its own if `wanted` is None or the weight is quantized."""
+        """Return a tensor's dtype in memory: `wanted` or, for None or a quantized weight, the tensor's own dtype."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -99,7 +99,7 @@ class Checkpoint:
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint that converts its matrices to the given kind when they are read; None changes nothing."""
+        """Return a checkpoint that converts matrices to the given kind as it reads them; for None, return `self`."""
         kind = kind_of(quantize)
         if quantize is None:
             return self
@@ -298,7 +298,8 @@ def write_arrays(
     def read(name: str) -> np.ndarray:
         array = arrays[name]
         if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that the cache is freed.
+            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that the cached copy is
+            # freed together with the temporary array.
             array = jax.device_put(array, array.sharding, may_alias=False)
         return np.asarray(array)
 

@@ -55,7 +55,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List problems with all tensors in `parts` except the first; `like` is a one-row weight of the expected kind."""
+    """List problems with the second and later tensors in `parts`. `like` is a one-row weight of the expected kind."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -118,7 +118,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a one-row weight of this kind, as a template for the dtypes and row shapes of its arrays."""
+    """Return a one-row weight of this kind, which shows the dtypes and row shapes of the kind's arrays."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 
@@ -135,7 +135,7 @@ class _Computed(Tensor):
     compute: Callable[[Any], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values rounded once to the final dtype; rows are read whole, even if `part` is narrower."""
+        """Return the values, rounded directly to the final dtype. Whole rows are read, even if `part` is narrower."""
         rows, *columns = part or (slice(None),)
 
         def read(tensor: Tensor) -> np.ndarray:

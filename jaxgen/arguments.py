@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"unknown option {word}: did you mean -{word}?")  # rather than -t "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
-            if word.startswith("-") and word not in ("-", *known):  # known options in `rest` came after "--"
+            if word.startswith("-") and word not in ("-", *known):  # any known option in `rest` comes after "--"
                 flag = word.partition("=")[0]
                 reason = self.reason(flag)
                 hint = f": {reason}" if reason else suggestion(flag, known, f"; see {self.prog} --help")
@@ -59,13 +59,14 @@ class Parser(argparse.ArgumentParser):
 def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
     """Suggest the first known word that starts with `word`, or else the most similar one."""
     longer = [name for name in known if name.startswith(word) and len(word) > 2]
-    bare = {name.lstrip("-/"): name for name in known}  # without hyphens, which make short words too similar
+    # Compare words without their leading hyphens or slash, which would make short words too similar.
+    bare = {name.lstrip("-/"): name for name in known}
     near = longer or [bare[name] for name in difflib.get_close_matches(word.lstrip("-/"), bare, n=1, cutoff=0.7)]
     return f": did you mean {near[0]}?" if near else otherwise
 
 
 def whole(text: str, least: int = 1 - 2**31) -> int:
-    """Parse a 32-bit integer that is at least `least`."""
+    """Parse an integer from `least` to 2**31 - 1."""
     try:
         value = int(text)
     except ValueError as error:
@@ -149,7 +150,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def one_of(values: Mapping[str, Any], text: str) -> Any:
-    """Return the value named `text`."""
+    """Return the value in `values` whose name is `text`."""
     if text not in values:
         raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(values)}")
     return values[text]

@@ -2,7 +2,7 @@
 
 
 def power_of_two(size: int, least: int) -> int:
-    """Round a size up to a power of two that is at least `least`."""
+    """Return the larger of `least` and the size rounded up to a power of two."""
     return max(least, 1 << (size - 1).bit_length())
 
 

@@ -213,7 +213,7 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield the automaton or function that computes the allowed tokens and, for a function, its `HostCalls`."""
+    """Yield the automaton or function that computes the allowed tokens, and the function's `HostCalls` or None."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class GenerateOutput:
     """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then those of prompt 1.
 
-    N is the maximum number of new tokens in a row: the largest `max_new_tokens`, or what `max_length` leaves.
+    N is the maximum number of new tokens in a row: the largest `max_new_tokens`, or as many as `max_length` allows.
 
     Attributes:
         sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. If only embeddings

@@ -51,7 +51,7 @@ def warmup(
         cfg: the options, as in later calls; `max_new_tokens` may differ.
         widths, lengths: the expected widths of prompts, and the expected values of `max_new_tokens`.
         prompts: the number of prompts per call.
-        key: None for greedy decoding, or any key.
+        key: None for greedy decoding. For sampling, any key with the same shape and dtype as in later calls.
         streaming: compile the programs for calls with a streamer or `max_time`.
         Other arguments: as in later calls to `generate`.
 

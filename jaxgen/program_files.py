@@ -3,8 +3,8 @@
 jax's compilation cache saves only the compile time: its key is the lowered program, so programs must still be traced
 and lowered. Here, the key consists of everything that determines a program: jaxgen's source, the versions of jax and
 jaxlib, jax's settings, the device, the static arguments, and the shapes and dtypes of the other arguments. A program is
-stored only if its full key can be described. Programs that use the caller's functions are not stored, because the code
-of these functions may change.
+stored only if every value in its key has a description that is the same in all processes. Programs that use the
+caller's functions are not stored, because the code of these functions may change.
 
 The files must be trusted, like those in jax's cache, because they contain pickles and machine code.
 """
@@ -37,7 +37,8 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
 _CHANGING = threading.Lock()  # guards a jax setting that all threads share
-_BEFORE: list[float] = []  # saved values of the jax setting, one for each running compilation
+# Saved values of `jax_persistent_cache_min_compile_time_secs`, one for each running compilation.
+_BEFORE: list[float] = []
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -104,7 +105,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return what determines a program apart from the call: versions, source, device, flags and settings."""
+    """Return values in a program's key that do not come from the call: versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -137,13 +138,13 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Keep programs out of jax's own cache, because XLA drops functions if it serializes a program that it loaded.
+    """Keep programs out of jax's own cache: XLA loses functions when it serializes a program loaded from that cache.
 
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" on the first call.
     """
     setting = "jax_persistent_cache_min_compile_time_secs"
     with _CHANGING:
-        _BEFORE.append(jax.config.values[setting])  # infinite if another thread is compiling
+        _BEFORE.append(jax.config.values[setting])  # the setting is already infinite if another thread is compiling
         jax.config.update(setting, float("inf"))
     try:
         yield

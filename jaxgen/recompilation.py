@@ -21,7 +21,8 @@ import jax
 LOG = logging.getLogger("jaxgen")
 _SHOWN = 4  # maximum number of differences in a message
 _WIDTH = 40  # maximum number of characters in a value
-# Messages omit the names in `_INNER`. Differences in `_FOLLOWING` come last, because other differences cause them.
+# Messages omit the names in `_INNER`. Differences in `_FOLLOWING` come last, because they can result from other
+# differences.
 _INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
 _FOLLOWING = {"params", "state"}
 
@@ -38,7 +39,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
     for program, *_ in freed:
         LOG.info("freed a program of %s, the least recently used of %d", program.name, len(others))
     new = _arguments(key)
-    # The most recently used program comes first, so that `min` selects it if several programs differ equally.
+    # The most recently used program comes first: among programs with equally few differences, `min` selects the first.
     found = [_differences(new, _arguments(other)) for other in reversed(others) if other[0] is key[0]]
     texts = min(found, key=len, default=[])
     shown = "; ".join([*texts[:_SHOWN], *([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])])

@@ -7,14 +7,15 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 class ShadowedError(ImportError):
-    """The package `convert` cannot be imported. The message says why, and how to fix it."""
+    """The package `convert` cannot be imported. The error message explains the cause and the fix."""
 
 
 def check_convert() -> None:
     """Raise an error if `import convert` would not import jaxgen's package.
 
     Raises:
-        ShadowedError: a different file would be imported (it is not executed), or the package is missing.
+        ShadowedError: the package is missing, or other code would be imported in its place. The check does not run the
+            other code.
     """
     try:
         spec = importlib.util.find_spec("convert")

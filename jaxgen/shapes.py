@@ -36,7 +36,7 @@ def where(mask: jax.Array, new: Any, old: Any) -> Any:
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return True if `size` is at most `most`; False for a symbolic size, so that `jax.export` covers any size."""
+    """Return True if `size <= most`; False for a symbolic size, so that a `jax.export` program works for any size."""
     return isinstance(size, int) and size <= most
 
 

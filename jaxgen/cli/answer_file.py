@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# A resumed run may change these options, which affect only rounding. With a 16-bit dtype, a change causes a warning.
+# A resumed run may change these options, which affect only rounding. With a 16-bit dtype, changing any of these options
+# causes a warning.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
@@ -297,7 +298,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
-        if os.path.lexists(target):  # without locks, another process may have merged the files meanwhile
+        if os.path.lexists(target):  # without locks, another process may have merged the files in the meantime
             return
         raise InputError(
             f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "

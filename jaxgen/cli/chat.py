@@ -46,7 +46,8 @@ class Chat:
     """The conversation so far, and its cache.
 
     Attributes:
-        context: the model's context length in tokens. If a conversation is longer, the oldest turns are forgotten.
+        context: the model's context length in tokens. If a conversation becomes too long for the context, its oldest
+            turns are forgotten.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int, system: str | None = None):
@@ -94,7 +95,7 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
-        if self._cache is None:  # with slots: the whole conversation is read again for the next answer
+        if self._cache is None:  # with `slots`, no cache is returned, so the next answer reads the whole conversation
             self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped

@@ -15,7 +15,7 @@ import jax
 from jaxgen.programs import PROGRAMS
 
 _LIMIT = 1 << 30  # maximum size in bytes
-_LAYOUT = "2"  # version of the layout; in version 1, jax's cache could contain programs that now have their own files
+_LAYOUT = "2"  # version of the directory's layout; version 1 used only jax's cache, and not `jaxgen.program_files`
 
 
 def keep_programs() -> None:

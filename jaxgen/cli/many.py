@@ -120,7 +120,7 @@ def width_for(lines: Iterable[Line]) -> int:
 
 
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
-    """Return a compiled engine. Its sizes depend on all lines of the input, even if some are already answered."""
+    """Return a compiled engine whose sizes depend on all lines of the input, even lines that already have answers."""
     cfg = session.cfg.reset(["slots"])
     sizes: dict[str, Any] = {}
     if (grammar := _grammar(session)) is not None:

@@ -156,7 +156,7 @@ def _argument(option: Option) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options in `argv`, or raise an `InputError` if they are unknown, invalid or cannot be combined."""
+    """Return the options in `argv`; raise an `InputError` if options are unknown or invalid, or cannot be combined."""
     command = parser()
     options, rest = command.read(argv)
     if rest:

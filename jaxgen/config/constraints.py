@@ -1,4 +1,4 @@
-"""Constraints for constrained beam search, and the kinds of the options that contain them.
+"""Constraints for constrained beam search, and subclasses of `Kind` for the options that contain constraints.
 
 A constraint is met once the row contains one of its alternatives, which are sequences of token ids. An option's
 constraints form a table, int32[C, A, W], whose axes are constraints, alternatives and ids. The table's sizes are
@@ -91,7 +91,7 @@ Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
 class ConstraintKind(Kind):
-    """Base class for kinds of constraints. All prompts share the constraints, and the leaf is int32[C, A, W]."""
+    """Base class for kinds of constraints. All prompts share the constraints. `leaf` returns int32[C, A, W]."""
 
     traced = True
     ranks = 3
@@ -119,7 +119,10 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases or tuples of phrases. `value` may be an array `[C, A, W]`, padded with -1."""
+        """Return a tuple in which each item is a phrase or a tuple of alternative phrases.
+
+        `value` may be an array `[C, A, W]`, padded with -1.
+        """
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)

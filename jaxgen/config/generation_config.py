@@ -48,7 +48,7 @@ _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.pe
 
 @dataclasses.dataclass(frozen=True)
 class _Inherited:
-    """Names of the options that the checkpoint sets. Changing `names` never recompiles: comparisons ignore `names`."""
+    """Names of the options that the checkpoint sets. Comparisons ignore `names`, so changes cause no recompilation."""
 
     names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
@@ -63,7 +63,7 @@ IN_REQUEST = _InRequest()
 
 
 class _Instead:
-    """A method that only transformers' `GenerationConfig` has; accessing the method raises an error with a remedy."""
+    """A method that only transformers' `GenerationConfig` has. Access raises an error that suggests an alternative."""
 
     def __init__(self, remedy: str):
         self.remedy = remedy
@@ -176,8 +176,8 @@ class GenerationConfig(GenerationOptions):
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
         `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. The
-        constructor and `replace` reject such ids. If the decode mode does not read a value in `config`, there is no
-        warning, unless `replace` sets the option later.
+        constructor and `replace` reject such ids. An option in `config` that the decode mode does not read causes a
+        warning only if `replace` sets the option later.
 
         Raises:
             ConfigError: a field is unknown, or a value is not allowed.
@@ -289,7 +289,7 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Rebuild from the result of `tree_flatten`. Values may be placeholders from jax and are not checked."""
+        """Rebuild from the result of `tree_flatten`. Values are not checked, because jax may pass arbitrary objects."""
         config = object.__new__(cls)
         values, sized, inherited, enabled = static
         vars(config).update(zip(_STATIC, values, strict=True), _inherited=inherited, enabled=enabled)
@@ -403,7 +403,8 @@ def _check_beams(cfg: GenerationConfig) -> None:
 def warn_unused(cfg: GenerationConfig) -> None:
     """Like transformers' `GenerationConfig.validate`, warn about options that are set but unused in the decode mode.
 
-    Traced values cause no warning, because they may equal the default. Values from the checkpoint also cause none.
+    Traced values cause no warning, because they may equal the default. Unused values from the checkpoint cause no
+    warning either.
     """
     inherited = cfg._inherited.names
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread() if option.name not in inherited]

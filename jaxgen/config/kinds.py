@@ -36,7 +36,7 @@ class Kind:
         neutral: the neutral value, at which the option is off; for a static kind, the default.
         per_prompt: True if one value per prompt is allowed.
         ranks: the number of axes of each array in the leaf, not counting an axis for the prompts.
-        optional: True if None is allowed and means a default other than None.
+        optional: True if the option accepts None, which stands for a default other than None.
     """
 
     traced: bool = False
@@ -49,7 +49,7 @@ class Kind:
     def parse(self, name: str, value: Any) -> Any:
         """Return the normal form of a value, with Python numbers where possible; equal values have equal forms.
 
-        If None means the default, `Option.parse` handles it.
+        If None stands for the default, `Option.parse` returns the default without calling this method.
 
         Raises:
             ConfigError: the value is not allowed.
@@ -124,7 +124,7 @@ class Flag(Static):
 
 @dataclasses.dataclass(frozen=True)
 class StaticInteger(Static):
-    """An integer of at least `least`."""
+    """An integer from `least` to 2**31 - 1."""
 
     neutral: int | None = None
     least: int = 0
@@ -198,7 +198,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or list of strings for all prompts, or a list with one entry per prompt (a list of strings or None)."""
+    """A string or list of strings for all prompts, or a list that has a list of strings or None for each prompt."""
 
     type_name = "str or list"
     per_prompt = True

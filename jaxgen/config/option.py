@@ -47,12 +47,14 @@ class Option:
         modes: the decode modes that read the option; None for all. Modes that draw tokens also read `sample`'s options.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
-        of_tokens: True if the option depends on the prompt's token ids, which a given cache must then include.
+        of_tokens: True if the option depends on the prompt's token ids, so a cache passed with the option must
+            include its tokens' ids.
         host: True if the option is used on the host, not by the compiled loop.
         command: True or a string if the command offers the option; a string is appended to the option's help text.
-        instead_of: the alternative limit, which is cleared when this option is set on the command line.
-        refused: the error text for a value that is not in `offered`, with the reason and a remedy.
-        offered: for an option with `refused`, the values accepted in addition to the default.
+        instead_of: the alternative option, such as `max_length` for `max_new_tokens`; setting this option on the
+            command line clears the alternative.
+        refused: the error text for values that are not supported, with the reason and a remedy.
+        offered: if there is an error text in `refused`, the supported values other than the default.
         examples: two values; changing from the first to the second must not cause recompilation.
     """
 
@@ -93,6 +95,6 @@ class Option:
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Return a dataclass field with an option's record. If omitted, `default` is the kind's neutral value."""
+    """Return a dataclass field that declares an option. If omitted, `default` is the kind's neutral value."""
     default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

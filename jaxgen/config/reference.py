@@ -23,7 +23,7 @@ transformers raises one. The names under *read by* are the values of `cfg.mode`.
 
 
 def reference() -> str:
-    """Return the reference of all options as Markdown."""
+    """Return the reference page for all options as Markdown."""
     lines = [_INTRODUCTION.rstrip()]
     for group in (LENGTH, CHOICE, SCORES, OUTPUT):
         lines += _table(group, "option", "type", "allowed", "default", "per prompt", "kind", "meaning", "transformers")

@@ -1,4 +1,4 @@
-"""Options for sampling and for the length of a text; see generation_options.py."""
+"""Options for sampling and for the length of the generated text; see generation_options.py."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class TokenSequences(_Table):
 
 
 class PlacedTokens(TokenSequences):
-    """A list of pairs `[position, id]`, or one such list per prompt. The leaf is as in `TokenSequences`."""
+    """A list of pairs `[position, id]`, or one such list per prompt. The leaf is int32[S, 2] or int32[B, S, 2]."""
 
     width = 2
     type_name = "lists of [position, id]"

@@ -35,7 +35,7 @@ class Tokens:
 
     @classmethod
     def of_length(cls, ids: jax.Array, length: jax.Array) -> Tokens:
-        """Return the first `length int32[B]` tokens of each row of `ids int32[B, T]`."""
+        """Return the first tokens of each row of `ids int32[B, T]`. The number of tokens is `length int32[B]`."""
         return cls(ids, jnp.arange(ids.shape[1])[None, :] < length[:, None])
 
     @property
@@ -44,6 +44,6 @@ class Tokens:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def after(self, other: Tokens) -> Tokens:
-        """Return the tokens of `other`, then the tokens of `self`. Embeddings must be present in both or in neither."""
+        """Return the tokens of `other`, then the tokens of `self`. Both operands must have embeddings, or neither."""
         both = jax.tree.map(lambda x, y: jnp.concatenate([x.astype(y.dtype), y], axis=1), other, self)
         return Tokens.align(both.ids, both.mask, both.embeds)

@@ -41,7 +41,7 @@ class Hypotheses:
 
     Attributes:
         scores: float32[S, k], with the length penalty; -inf for an empty entry.
-        rows: S*k rows, which include the tokens that ended them.
+        rows: S*k rows, including the tokens that ended the beams.
         origins: int32[S*k, N], as in `Beams`.
     """
 
@@ -151,7 +151,7 @@ class BeamSearch(Mode):
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
         best = dataclasses.replace(best, recording=state.recording, cache_ids=state.cache_ids)
         step = best.history.step
-        # The keys and values of token i are in the cache row of the beam that token i + 1 extended.
+        # The beam that token i + 1 extended wrote the keys and values of token i to the cache.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
         decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
@@ -250,10 +250,10 @@ class Step:
         return cls(run, beams, logits, scores, totals, live, failed)
 
     def candidates(self, keys: jax.Array | None) -> Continuations:
-        """Return the best continuations of each search, best first. With `keys key[S]`, the continuations are sampled.
+        """Return the best continuations of each search, best first.
 
-        At least k continuations do not end with an eos id. In a finished search, the parents of the first k
-        continuations are the search's own k rows, in order.
+        If `keys` (key[S]) is not None, the continuations are sampled. At least k continuations do not end with an eos
+        id. In a finished search, the parents of the first k continuations are the search's own k rows, in order.
         """
         run, rows, (searches, count, vocab) = self.run, self.beams.rows, self.totals.shape
         options = RowOptions(run.cfg, rows.options)
@@ -302,8 +302,8 @@ class Step:
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # A result may be the best continuation. `_is_complete` compares the best score with the results' scores.
-        # A single division computes all scores, because XLA could round two divisions differently.
+        # The best continuation may be one of the results. `_is_complete` compares the best score with the results'
+        # scores. A single division computes all scores, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(

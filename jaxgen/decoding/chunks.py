@@ -69,14 +69,14 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
-    """Apply the arrivals, then take up to `steps int32[]` steps; stop early if nothing is left or the journal is full.
+    """Apply the arrivals, then take steps: at most `steps int32[]`, fewer if nothing is left or the journal is full.
 
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and an array int32[E + 1, C] of three counts and the journal entries. The array's first row contains
-        the number of journal entries, the number of waiting prompts, and the total number of steps so far. The journal
-        entries follow in the other rows.
+        The new state, and an array int32[E + 1, C] for the host to read. The array's first row contains the number of
+        journal entries, the number of waiting prompts, and the total number of steps so far. The journal entries follow
+        in the other rows.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     journal = dataclasses.replace(state.results, count=jnp.zeros((), jnp.int32))

@@ -76,7 +76,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """Return each continuation's bank in the new `state`, int32[S, n]. The last `proposed` columns are proposals."""
+    """Return the continuations' banks, int32[S, n], given their `state`. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     proposals = proposals.reshape(step.beams.rows.count, *table.ids.shape[:2])
@@ -123,7 +123,7 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
     # If scores differ by more than 100, continuations of different banks can alternate in the sorted order. As in
-    # transformers, a new bank begins wherever `banks` changes.
+    # transformers, ranks start again from 0 wherever neighboring entries of `banks` differ.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

@@ -174,8 +174,8 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """For the constraint in progress, return each alternative's next token, int32[rows, A]; -1 for none.
 
-        The matched tokens are the first `matched int32[rows]` tokens of the alternative with the index
-        `alternative int32[rows]`. An alternative that does not start with the matched tokens has no next token.
+        The matched tokens are the first `matched` tokens of the alternative with the index `alternative`; both are
+        int32[rows]. An alternative that does not start with the matched tokens has no next token.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]
@@ -185,7 +185,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """Return int32[rows], the maximum length minus the tokens left in `constraint`'s longest alternative."""
+        """Return int32[rows]: the maximum of `lengths`, minus the maximum for `constraint`, plus `matched`."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

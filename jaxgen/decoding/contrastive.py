@@ -43,7 +43,7 @@ class ContrastiveState:
     Attributes:
         rows: one row per prompt.
         cache: the keys and values of all tokens, with k cache rows per prompt, one for each candidate.
-        read: the model's output for each row's last token, without the cache, the records and the hidden states.
+        read: the model's output for each row's last token; its fields `cache`, `out` and `hidden` are None.
         context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
     """
 
@@ -159,7 +159,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
 
 
 def _directions(run: Run, read: Forward) -> jax.Array:
-    """Return hidden states scaled to length 1, float32[rows, T, D], for rows that read the prompt. Zeros stay zeros."""
+    """Return hidden states of the stream with the prompt, scaled to length 1, float32[rows, T, D]. Zeros stay zeros."""
     assert read.hidden is not None
     hidden = guidance.conditional_part(run.cfg, read.hidden).astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))

@@ -49,7 +49,7 @@ class Drafter(Protocol):
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after each row accepts `accepted int32[B]` drafted tokens and gains one more token."""
+        """Return the state after each row gets `accepted` drafted tokens and one more token; `accepted` is int32[B]."""
         ...
 
 

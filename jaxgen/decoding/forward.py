@@ -205,9 +205,10 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens in one pass, starting at slot `start`; return the logits in `column int32[rows]` or all columns.
+    """Run all tokens in one pass, and return the logits in one column per row or in all columns.
 
-    Without `start`, each row's new tokens are added after its cached tokens.
+    `column int32[rows]` contains each row's column; None means all columns. The first token of each row goes into slot
+    `start` of the cache. Without `start`, each row's new tokens are added after its cached tokens.
     """
     if inputs.mask.shape[1] == 1:
         column = None

@@ -68,7 +68,7 @@ def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
 
 
 def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
-    """Return the rows of `x [streams * rows, ...]` that read the prompt, `[rows, ...]`."""
+    """Return the part of `x [streams * rows, ...]` for the stream with the prompt, `[rows, ...]`."""
     return split(cfg, x)[0]
 
 
@@ -83,7 +83,7 @@ def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> ja
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
     """Convert the row indices `rows int32[m]` to indices of cache rows in all streams. Each stream has `count` rows.
 
-    An index of `count` or more becomes an index past the end of the cache.
+    A row index >= `count` becomes an index past the end of the cache.
     """
     parts = streams(cfg)
     first = jnp.arange(parts, dtype=jnp.int32)[:, None] * count

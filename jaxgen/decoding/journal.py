@@ -14,7 +14,7 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.slots import Sequences
 
-NO_TOKEN = -1  # the token in an entry that ends a sequence without adding a token
+NO_TOKEN = -1  # stands for "no token", in the entry of a sequence that ends without a new token
 
 
 @flax.struct.dataclass

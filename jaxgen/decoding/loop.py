@@ -38,7 +38,7 @@ class Mode(abc.ABC):
     no row needs another step.
 
     Attributes:
-        takes_draft: True if a draft model may be passed. If one is passed, `Assisted` replaces the mode.
+        takes_draft: True if a draft model may be passed. With a draft model, `Assisted` runs instead of this mode.
         drafts: True if the mode reads drafted tokens.
         replays: True if `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
         refills: True if rows can be replaced, which requires the methods `empty`, `enter` and `insert`.

@@ -1,4 +1,4 @@
-"""Prompts on their way into the loop. A few prompts at a time are read in chunks, and then wait for a free slot."""
+"""Prompts on their way into the loop. The prompts in the pool are read in chunks, and then wait for a free slot."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pool:
 
     @classmethod
     def open(cls, run: Run, queue: Queue, most: int, stored: int = 0) -> Pool:
-        """Return an empty pool with up to `most` places for the prompts of a queue.
+        """Return an empty pool for the prompts of a queue; `most` limits the number of places in the pool.
 
         If `stored` is not 0, the pool has a prefix store with space for `stored` chunks.
         """
@@ -136,8 +136,8 @@ class Pool:
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has not been fully read.
 
-        Each pass reads a chunk of one prompt, so that the model computes nothing for empty places of the pool. On a
-        mesh, one pass reads a chunk of every prompt, because the mesh divides the places of the pool.
+        Each pass reads a chunk of one prompt, so that no computation is wasted on the pool's empty places. On a mesh,
+        the pool's places are divided among devices, so a single pass reads a chunk of every prompt.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -181,7 +181,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at `place int32[1]`. Taking a prompt's last sequence frees its place."""
+        """Take the next sequence of the prompt at `place int32[1]`. A prompt leaves the pool with its last sequence."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))

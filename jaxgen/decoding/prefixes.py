@@ -52,8 +52,8 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """For each cache row, copy chunk `chunk int32[R]` to place `keep int32[R]` of the store. Return the store."""
-    # Each dropped chunk gets a different place, because the scatter's indices must be unique.
+    """Copy each cache row's chunk at index `chunk int32[R]` to place `keep int32[R]` of the store. Return the store."""
+    # Each chunk to drop gets a different index past the store's end, because the scatter's indices must be unique.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 
     def put(stored: jax.Array, x: jax.Array) -> jax.Array:

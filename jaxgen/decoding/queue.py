@@ -37,5 +37,5 @@ class Queue:
         return self.number.shape[0]
 
     def place(self, order: jax.Array) -> jax.Array:
-        """Return the place at the distance `order int32[...]` from `first`, wrapping around to place 0."""
+        """Return the place that is `order int32[...]` places after `first`, wrapping around to place 0."""
         return (self.first + order) % self.places

@@ -36,10 +36,10 @@ class LayerRecording(RowState):
     __repr__ = short_repr
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
-        """Return the record for `new_tokens` new tokens and prompts of `width` columns, with steps on the first axis.
+        """Return the record, cut to prompts of `width` columns and to `new_tokens` new tokens.
 
-        Columns that pad the prompts to a bucket are removed. For attention weights, `tokens` is the number of generated
-        tokens to keep on the last axis; for hidden states, it is None.
+        In `decode`, the axis of steps comes first. Columns that pad the prompts to a bucket are removed. For attention
+        weights, `tokens` is the number of generated tokens to keep on the last axis; for hidden states, it is None.
         """
         padding = self.prefill[0].shape[-2] - width
         prefill = tuple(x[..., padding:, :] for x in self.prefill)
@@ -58,8 +58,8 @@ class LayerRecording(RowState):
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
     """Return the index of each column's token among the prompt's prefilled tokens, int32[B, P]; -1 for padding.
 
-    `length int32[B]` is the number of prefilled tokens in each prompt. The final prefilled tokens are in the columns
-    where `mask bool[B, P]` is True.
+    `length int32[B]` is the number of prefilled tokens in each prompt. The columns where `mask bool[B, P]` is True
+    contain the last prefilled tokens of each prompt.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -124,7 +124,7 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """For each live row's `step`-th generated token, record the layers' values, taken from `column` of `out`.
+        """Record the layers' values in `column` of `out` for the `step`-th generated token of each live row.
 
         Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """

@@ -60,7 +60,8 @@ class Replay:
                 arrays of the pytree have the shape `[rows, ...]`.
 
         Returns:
-            The history extended by the tokens, and the results of `reduce_column`, `[rows, T, ...]`.
+            The history with the tokens added, and the results of `reduce_column` as a pytree of arrays of shape
+            `[rows, T, ...]`.
         """
         allowed, rows = self.extensions.allowed, logits.shape[0]
         values = option_values(self.cfg, rows)

@@ -14,12 +14,14 @@ from jaxgen.decoding.rng import prompt_keys
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.shapes import repeat_rows
 
-Array = Any  # np.ndarray while a call is prepared, jax.Array inside a program
+Array = Any  # np.ndarray while a call is being prepared, jax.Array inside a program
 
 
 @flax.struct.dataclass
 class Request:
-    """The checked prompts of a run and their options, padded to buckets in an eager call. All fields are traced.
+    """The checked prompts of a run and their options. All fields are traced.
+
+    In an eager call, prompts and negative prompts are padded to the width of a bucket.
 
     Attributes:
         ids: int32[B, P], padded on either side; all `UNKNOWN` if only embeddings were given.

@@ -127,7 +127,7 @@ class Rows(RowState):
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def sequence(self, number: jax.Array) -> Rows:
-        """Of the sequences that `fork` returns for each row, return only the sequence at index `number int32[rows]`."""
+        """For each row, return only the sequence at index `number int32[rows]`, exactly as `fork` would return it."""
         keys = None if self.keys is None else jax.vmap(jax.random.fold_in)(self.keys, number)
         return dataclasses.replace(self, keys=keys)
 
@@ -220,7 +220,8 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # At least 1: with 0 tokens left, a complete text that could go on would end as COMPLETE, not LENGTH.
+                # `remaining` is at least 1. With 0, a row whose text is complete but could continue would get the stop
+                # reason COMPLETE instead of LENGTH.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:

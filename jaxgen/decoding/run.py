@@ -28,8 +28,8 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: the number of cache slots for the tokens of the given cache, plus space for the prompts if each prompt
-            has its own cache row; 0 if no cache is given.
+        slots: the number of cache slots for the tokens of the given cache; 0 if no cache is given. If each prompt has
+            its own cache row, `slots` includes space for the prompts.
         needs: the requirements of the decode mode.
     """
 
@@ -42,7 +42,8 @@ class Sizes:
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
     """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Equally many consecutive prompts share each cache row. Padding for a mesh would change which prompts share a row.
+    Each cache row is shared by the same number of consecutive prompts. Padding for a mesh would change which prompts
+    share a row.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 

@@ -198,9 +198,9 @@ def draw_distinct(
         mesh: the mesh over which V is divided, or None.
 
     Returns:
-        The scores of the drawn entries, float32[S, most], and the entries' indices, int32[S, most], in the order of
-        drawing. After the first `count` entries of a search, all scores are -inf. The indices are positions in the
-        flattened scores of a search, from 0 to k * V - 1.
+        The scores of the drawn entries, float32[S, most], and the entries' indices, int32[S, most], both in the order
+        in which the entries were drawn. After the first `count` entries of a search, all scores are -inf. The indices
+        are positions in the flattened scores of a search, from 0 to k * V - 1.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

@@ -91,7 +91,7 @@ class Answers:
         return self
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
-        """Store the results of all sequences except those with the number `NOBODY`."""
+        """Store the results of all `sequences` whose number is not `NOBODY`."""
         count = self.lengths.shape[0]
         # Each dropped sequence gets a different index, because the scatter's indices must be unique.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
@@ -219,7 +219,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, but at least one, so that rows advance between two prefill chunks."""
+        """Take steps until a slot can be filled, but at least one step, so that rows advance between prefill chunks."""
         someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

@@ -1,7 +1,7 @@
 """The reasons why a row ends.
 
-`Rows.push` in rows.py determines most of the reasons. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and
-NOT_A_NUMBER, request/driver.py adds TIME, and chunks.py adds CANCELLED.
+`Rows.push` in rows.py determines most of the reasons. BAD_ID comes from `Rows.begin`, NO_TOKEN and NOT_A_NUMBER from
+the modes, TIME from request/driver.py, and CANCELLED from chunks.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
     If several reasons apply, the one listed first wins, except that NO_TOKEN and NOT_A_NUMBER take precedence. These
-    two reasons and BAD_ID are failures: an eager call to generate() raises an error. Under the caller's jit,
-    the row ends without another token, and only its stop reason shows the failure.
+    two reasons and BAD_ID are failures: an eager call to generate() raises an error. Inside the caller's own `jax.jit`,
+    a failed row gets no more tokens, and only its stop reason shows the failure.
     """
 
     NONE = 0  # the row is not finished
@@ -50,5 +50,5 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 
 
 def failure(best: jax.Array) -> jax.Array:
-    """Return each row's `StopReason` for its highest score, `best float32[rows]`; NONE if a token can be chosen."""
+    """Given each row's highest score, `best float32[rows]`, return the reason why no token can be chosen, or NONE."""
     return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))

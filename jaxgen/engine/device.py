@@ -73,7 +73,8 @@ class Loop:
     @property
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue` and `run_first_chunk`."""
-        entries = 2 * self.steps + 8  # journal entries per slot: for the steps, and for sequences that enter the loop
+        # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
+        entries = 2 * self.steps + 8
         return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
 
     @property

@@ -30,7 +30,7 @@ from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # maximum number of steps in a chunk
-_PULSE = 1.0  # seconds between messages to the other processes while nothing happens
+_PULSE = 1.0  # seconds between messages to the other processes while the engine is idle
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
         prompt_width: the maximum number of tokens in a prompt.
         prompt_options: the options that a prompt may set; each must allow one value per prompt. None allows all. With
             fewer options, the program compiles faster. Options that `cfg` turns on are always included.
-        tokenizer: the tokenizer for prompts and results as text, and for stop strings.
+        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
         grammar_states, grammar_classes: the numbers of states and token classes in the table of grammars, which all
             prompts in flight share.
@@ -70,7 +70,7 @@ class Engine:
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
-        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments.
+        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments with which the engine was created.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`, or for an option that an engine does not support.
@@ -162,11 +162,11 @@ class Engine:
                 function should return quickly. If it raises an exception, the engine cancels the prompt, and the
                 handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
-            **options: the prompt's options, except those in `prompt`. A prompt can set options of `GenerationConfig`
-                that allow one value per prompt. In addition, a prompt can set `max_new_tokens`, `stop_strings`,
-                `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a `TokenAutomaton`),
-                `key` (for only this prompt) and `index`. The index identifies the results and is folded into the
-                engine's key. The default index is one more than the largest index so far.
+            **options: more options for the prompt; none may also be in `prompt`. A prompt can set options of
+                `GenerationConfig` that allow one value per prompt. In addition, a prompt can set `max_new_tokens`,
+                `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a
+                `TokenAutomaton`), `key` (for only this prompt) and `index`. The index identifies the results and is
+                folded into the engine's key. The default index is one more than the largest index so far.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
@@ -253,10 +253,11 @@ class Engine:
             self._changed.notify_all()
 
     def update_params(self, params) -> int:
-        """Use new weights of the same form from the next chunk on, including for rows in flight.
+        """Replace the weights at the start of the next chunk. The new weights also apply to rows in flight.
 
-        Nothing is compiled. Rows in flight keep the keys and values computed with earlier weights. Return the version
-        of the new weights; the initial weights are version 0. With several processes, all must call this method.
+        The new weights must have the same structure, shapes and dtypes as the current weights. Nothing is compiled.
+        Rows in flight keep the keys and values computed with earlier weights. Return the version of the new weights;
+        the initial weights are version 0. With several processes, all must call this method.
         """
         check_call(params, self.cfg)
         with self._changed:

@@ -65,14 +65,16 @@ class Prompt:
 class Form:
     """The options that prompts may set, with defaults from the engine's config.
 
-    `options` contains the names of these options. Each must allow one value per prompt; None means all that do. Tables
-    of ids have space for `entries` entries. `key_impl` is the implementation of random keys for prompts with their own
-    key; None if prompts cannot have their own key. `adapters` is the number of adapters in the parameters.
+    `options` contains the names of these options. Each option must allow one value per prompt. If `options` is None,
+    prompts may set all options that allow one value per prompt in an engine. Tables of ids have space for `entries`
+    entries. `key_impl` is the implementation of random keys for prompts with their own key; None if prompts cannot have
+    their own key. `adapters` is the number of adapters in the parameters.
 
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: a config with only the options that `cfg` turns on, for steps in which no prompt is unusual.
+        usual: a config with only the options that `cfg` turns on, for steps in which `Prompt.unusual` is False for all
+            prompts in the loop.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
@@ -257,7 +259,7 @@ class Form:
         return Text().sets(cfg.stop_strings)[0]
 
     def request(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:
-        """Return the prompts as a request without keys, with empty prompts appended to reach `rows` prompts.
+        """Return the prompts as a request without keys, padded with empty prompts to `rows` prompts.
 
         `grammar` and `stops` contain each prompt's initial state in the tables of grammars and of stop strings.
         """
@@ -319,7 +321,7 @@ def _per_prompt() -> list[str]:
 
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
-    """Return the options that need one value per prompt: `do_sample`, `options`, and options that `cfg` turns on."""
+    """Return the options that need one value per prompt: `do_sample`, those in `options`, and those `cfg` turns on."""
     possible = _per_prompt()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")

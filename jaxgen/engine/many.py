@@ -37,8 +37,9 @@ def generate_many(
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
     completion contains the error, and the other prompts are still answered.
 
-    If the parameters are split across several processes, every process must iterate. Process 0 reads the prompts and
-    gets the completions. In the other processes, the iterator yields nothing, and ends when process 0's iterator ends.
+    If the parameters are split across several processes, every process must call `generate_many` and iterate over its
+    result. Process 0 reads the prompts and gets the completions. In the other processes, the iterator yields nothing,
+    and ends when process 0's iterator ends.
 
     Args:
         params: the parameters.
@@ -47,7 +48,7 @@ def generate_many(
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
-        tokenizer: the tokenizer for prompts and results as text, and for stop strings.
+        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
         **engine: more arguments for `Engine`.
 
@@ -69,7 +70,7 @@ def generate_many(
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
     """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
 
-    At most `most` prompts are in the engine at a time. The engine must accept at least `most` waiting prompts.
+    There are never more than `most` prompts in the engine at a time. The engine must accept at least `most` waiting prompts.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}

@@ -36,7 +36,7 @@ class Prefixes:
     """An index of the chunks in a store with a fixed number of places. The least recently used chunks are evicted.
 
     Prompts are loaded onto the device in the order of calls to `enter`. A place can therefore be reassigned while
-    earlier prompts still have to copy its chunk. The later prompt overwrites the chunk only after they have copied it.
+    earlier prompts still have to copy its chunk. Earlier prompts copy a chunk before a later prompt overwrites it.
 
     Args:
         places: the capacity of the store, in chunks; 0 for no store.
@@ -142,7 +142,7 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the arrays `Places.have` and `Places.keep`, int32[rows, most], with one prompt's claim per row."""
+        """Return `Places.have` and `Places.keep`, int32[rows, `self.most`]. Row i lists the places in `claims[i]`."""
         have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have

@@ -146,7 +146,7 @@ class Schedule:
             self._land(flight)
 
     def no_arrivals(self) -> Arrivals:
-        """Return empty arrivals: no new prompts and no cancellations."""
+        """Return `Arrivals` without new prompts or cancellations."""
         return self._arrivals([], {}, [])
 
     def arrivals(self) -> Arrivals | None:
@@ -201,7 +201,7 @@ class Schedule:
 
     def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[Flight]) -> Arrivals:
         rows = self.most
-        ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that no prompt has
+        ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that is never assigned to a prompt
         ended[: len(cancelled)] = [flight.number for flight in cancelled]
         prompts = [flight.prompt for flight in sent]
         number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
@@ -251,10 +251,11 @@ class Schedule:
 
 
 class Pace:
-    """Controller for the number of steps in a chunk. The target is the smallest number that takes at least 0.1 seconds.
+    """Controller for the number of steps in a chunk.
 
-    Shorter chunks reduce latency, because the host reads a chunk's tokens only after the chunk has ended. Prompts that
-    arrive during a chunk wait for the next chunk.
+    The target is the smallest number of steps that together take at least 0.1 seconds. Shorter chunks reduce latency,
+    because the host reads a chunk's tokens only after the chunk has ended. Prompts that arrive during a chunk wait for
+    the next chunk.
 
     Attributes:
         most: the maximum number of steps.

@@ -80,7 +80,7 @@ class Table:
                 del self._parts[key]
 
     def _space(self, states: int) -> int | None:
-        """Return where the first gap with space for `states` states begins, or None if no gap is large enough."""
+        """Return the start of the first gap of at least `states` unused states, or None if no gap is large enough."""
         first = 0
         for part in sorted(self._parts.values(), key=lambda part: part.first):
             if part.first - first >= states:

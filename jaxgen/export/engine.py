@@ -94,7 +94,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 def _programs(
     params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the programs by name, and the shapes of the state. `values` are inputs of `chunk` that add no prompts."""
+    """Return the programs by name, and the shapes of the state. `values` are `chunk`'s inputs if no prompts arrive."""
     names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def _programs(
 
 
 def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
-    """Return arrivals in the form of a program's inputs: a dict of arrays by name."""
+    """Return the inputs for the program `chunk` that describe `arrivals`, as a dict of arrays by name."""
     news = {name: getattr(arrivals, name) for name in _NEWS} | {"key": arrivals.key_data}
     fields = {name: getattr(arrivals.request, field) for field, name in _FIELDS.items()}
     return fields | flatten(arrivals.request.options) | news

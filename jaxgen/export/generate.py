@@ -72,7 +72,8 @@ def export_generate(
             objects and their arrays become part of the program.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `generate`, or if an option or argument needs the host.
+        InputError, ConfigError, TypeError: for the same reasons as in `generate`, or because an option or argument
+            needs the host, which an exported program cannot call.
         ImportError: `flatbuffers` is not installed.
     """
     _refuse(others)

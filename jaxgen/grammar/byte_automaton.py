@@ -17,12 +17,12 @@ from jaxgen.grammar.expression import Alternatives, Characters, Expression, Memb
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
-# Limits for one automaton. Building an automaton that reaches all limits takes about a second and 150 MB.
+# Limits for one automaton. If an automaton reaches all limits, building it takes about a second and 150 MB of memory.
 STATES = 2**15
 NFA_STATES = 2**16  # maximum number of states in the nondeterministic automaton
 WORK = 2_000_000  # maximum number of states and transitions visited while building
 HIGHEST = 400  # maximum depth of nested expressions
-MANY = 16  # if a repetition's `high` is at least this, error messages name the part around it, not parts inside it
+MANY = 16  # for a repetition with `high >= MANY`, error messages name the enclosing part, not a part of the repetition
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 
@@ -70,7 +70,7 @@ def restricted(
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct rows in order of appearance. Return where each number first occurs, and each row's number."""
+    """Number the distinct rows in order of appearance; return their first indices, and each row's number."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -101,7 +101,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Descend while the largest subexpression has at least `NFA_STATES // 2` states; return the last part's name."""
+    """Follow the largest subexpressions down to a size of `NFA_STATES // 2`; return the innermost `Part`'s name."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -127,7 +127,7 @@ class _Nfa:
         self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
         self.parts: list[str] = []
         self.name = name
-        self.repeated = False  # True inside a large repetition; messages then name the repetition
+        self.repeated = False  # True inside a large repetition, whose inner parts are not named in error messages
 
     def state(self) -> int:
         self.jumps.append([])
@@ -196,7 +196,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths for the members: `before` has no member yet, and `after` has a separator before each member."""
+        """Add members. In state `before`, no member has been read; in `after`, the next member needs a separator."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:

@@ -65,7 +65,7 @@ class Overlaps:
         return all(self.differ(first, second, one, other) for first, second in pairs)
 
     def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True if no value of type `first` generated for `one` is a valid value of type `second` for `other`."""
+        """Return True if schema `one` generates no value of type `first` that `other` accepts as type `second`."""
         if first != second:
             return {first, second} != {"integer", "number"}
         if first == "integer":

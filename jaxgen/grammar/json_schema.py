@@ -49,7 +49,7 @@ SCALARS = {
     "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
 ESCAPED = '"\\/bfnrt'  # characters that may follow a backslash
-UNPRINTABLE = ((0x7F, 0x9F),)  # control characters that JSON allows; generated only for a pattern or literal with them
+UNPRINTABLE = ((0x7F, 0x9F),)  # control characters valid in JSON, generated only if a pattern or literal includes them
 MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 
 

@@ -30,7 +30,7 @@ OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds for the type number
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds for the type "number"
     **dict.fromkeys(("boolean", "null"), ""),
 }
 _TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
@@ -148,7 +148,7 @@ def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | N
 
 
 def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
-    """Return the minimum and the maximum (None if unlimited) of a length or a number of items."""
+    """Return the lower and upper limit on a string's length or an array's number of items; None means no limit."""
     low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
     for name, number in ((f"min{of}", low), (f"max{of}", high)):
         if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):

@@ -8,7 +8,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import target
 
 MOST = 500  # limit on the number of referenced parts
-MOST_STEPS = 500_000  # limit on visited values; a nested part counts again for every part that contains it
+MOST_STEPS = 500_000  # limit on visited values; a value inside several referenced parts counts once for each of them
 
 
 class References:

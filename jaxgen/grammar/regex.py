@@ -299,7 +299,7 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors. `first` and `last` tell whether the tree is at the pattern's start and at its end."""
+        """Remove anchors. `first` is True for a tree at the pattern's start, and `last` for a tree at its end."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
@@ -329,6 +329,6 @@ def _category(name: str) -> Ranges:
 def _cases() -> list[tuple[int, int]]:
     """Return the pairs of characters that differ only in case, that is, have the same case folding."""
     alike: dict[str, list[int]] = {}
-    for code in range(0x1E944):  # no character from this code on has upper and lower case
+    for code in range(0x1E944):  # characters from U+1E944 on have no uppercase or lowercase variants
         alike.setdefault(chr(code).casefold(), []).append(code)
     return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]

@@ -35,12 +35,12 @@ Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automata for sets of stop strings, with one state per row: `StopStringCriteria` from release 5, applied to bytes.
+    """Automata for sets of stop strings, one state per row: `StopStringCriteria` of transformers 5, applied to bytes.
 
-    A string is found if it ends anywhere within the newest token: "stop" is found in "sto" + "pper". It is not found in
-    "stop" + "at", because "stop" was found one token earlier. A string may begin in the prompt. A token's text comes
-    from `Tokenizer.token_bytes`, so a SentencePiece token keeps its space even where `decode` drops it. The text of a
-    special token is its name, so "<|im_end|>" can be a stop string. Ids without a token have no text.
+    A string is found if it ends anywhere within the newest token: "stop" is found in "sto" + "pper". In "stop" + "at",
+    "stop" is found after the first token, and not again after the second. A string may begin in the prompt. A token's
+    text comes from `Tokenizer.token_bytes`, so a SentencePiece token keeps its space even where `decode` drops it. The
+    text of a special token is its name, so "<|im_end|>" can be a stop string. Ids without a token have no text.
 
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.

@@ -94,7 +94,7 @@ class TokenAutomaton:
         Every generated text is valid. docs/constrained.md lists the supported keywords, and the kinds of valid text
         that are never generated.
 
-        `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens; None means `[ ]?`. The
+        `whitespace_pattern` is a regular expression for the whitespace between JSON tokens; None means `[ ]?`. The
         other arguments and errors are as in `from_regex`.
         """
         expression = read_schema(schema, whitespace_pattern)
@@ -200,7 +200,7 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states, without the padding after the last state that accepts or has a transition."""
+        """The number of states up to the last state that accepts or has a transition; later states are padding."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
@@ -314,11 +314,11 @@ def _token_table(
 
     Return the class of each token, int[V], and the transitions, int32[S, classes].
 
-    Tokens may follow only in states where `followed bool[S]` is True; None means all states.
+    States where `followed bool[S]` is False get no outgoing transitions; None means True for all states.
 
     Every token has a function from states to states: the composition of the functions of its bytes. Many tokens share a
-    function, so each function is stored once, and tokens refer to it by its index. At each byte position, each distinct
-    pair of a function and a byte is composed only once.
+    function, so each function is stored once, and tokens refer to it by its index. At each byte position, tokens with
+    the same function and the same next byte share one composition.
     """
     lengths = np.array([len(token) for token in tokens])
     offsets = np.cumsum(lengths) - lengths

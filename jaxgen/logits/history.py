@@ -121,6 +121,6 @@ class History:
         return jnp.where(step < self.step[:, None], self.following(self.prompt_length, capacity), pad)
 
     def following(self, column: jax.Array, count: int) -> jax.Array:
-        """Return the `count` tokens from `column int32[rows]` on; entries after a row's last token are undefined."""
+        """Return `count` tokens, starting at `column int32[rows]`; entries after a row's last token are undefined."""
         columns = column[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
         return jnp.take_along_axis(self.ids, jnp.minimum(columns, self.ids.shape[1] - 1), axis=1)

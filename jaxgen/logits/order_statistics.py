@@ -63,7 +63,7 @@ def kth_largest(bits: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def last_of(chosen: jax.Array, count: jax.Array) -> jax.Array:
-    """Keep only the last `count int32[rows]` True entries of each row of `chosen bool[rows, V]`."""
+    """In each row of `chosen bool[rows, V]`, keep only the last True entries; `count int32[rows]` says how many."""
     rows, size = chosen.shape
     index = jnp.arange(size, dtype=jnp.uint32)[None, :]
 

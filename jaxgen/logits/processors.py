@@ -29,7 +29,8 @@ BANNED = -jnp.inf
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Add a sequence's bias to the score of its last token if the row ends with the sequence's other tokens.
 
-    `SequenceBiasLogitsProcessor`, with a fix from later releases: a row of n - 1 tokens can match a sequence of n.
+    `SequenceBiasLogitsProcessor`, with a fix from later releases: the bias is added even if the sequence without its
+    last token is the entire row.
     """
     return add_biases(scores, history, *options.values["sequence_bias"])
 
@@ -151,7 +152,7 @@ def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) ->
 
 
 def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban the option's tokens in the first step that forces no token: `SuppressTokensAtBeginLogitsProcessor`."""
+    """Ban the option's tokens in the first step in which no token is forced: `SuppressTokensAtBeginLogitsProcessor`."""
     return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
 
 

@@ -46,7 +46,8 @@ def top_p(
     """Keep the smallest set of most likely tokens whose probability reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
     A token is kept if the total probability of all more likely tokens is less than p. At least `min_tokens_to_keep`
-    tokens are kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
+    tokens are kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. If p is 1, all
+    tokens are kept.
     """
     at_least = _at_most_all(min_tokens_to_keep, scores)
     kept, known = _nucleus(scores, *candidates(scores, mesh), p, at_least)
@@ -71,8 +72,8 @@ def top_k_top_p(
 def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.Array]) -> jax.Array:
     """Return `kept` in rows where `known bool[rows, 1]` is True, and `bisected()` in all other rows.
 
-    `known` is True in rows whose result the candidates determine. Each warper has only one conditional per step,
-    because a GPU waits for the host at each conditional.
+    `known` is True for a row if the candidates determine the row's result. Each warper has only one conditional per
+    step, because a GPU waits for the host at each conditional.
     """
     return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 
@@ -116,7 +117,7 @@ def _nucleus(
     threshold = jnp.take_along_axis(best, last, axis=-1)
     count = last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
 
-    # If the threshold is above the lowest candidate, all tokens whose score equals the threshold are candidates.
+    # If the threshold exceeds the candidates' lowest score, all tokens whose score equals the threshold are candidates.
     ends = jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size) & (threshold > best[:, -1:])
     tied = (scores == threshold) & (jnp.arange(vocab)[None, :] >= _first_kept(ids, best == threshold, count))
     kept = jnp.where((scores > threshold) | tied | (p >= 1.0), scores, BANNED)
@@ -171,8 +172,8 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
-    tokens are kept. If an int `min_tokens_to_keep` above 1 adds tokens, and several tokens tie for the last place, the
-    lowest ids are added. A mass of 1 keeps all tokens.
+    tokens are kept. If `min_tokens_to_keep` is an int above 1 and tokens are added to reach this number, the lowest ids
+    win a tie for the last place. A mass of 1 keeps all tokens.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
@@ -209,9 +210,9 @@ def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | j
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times the entropy of the 100 most likely tokens.
 
-    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of `-p * log(p)`, where p is a token's
-    probability among the 100 tokens. The most likely token is always kept. A value of 1 keeps the 100 most likely
-    tokens, and infinity keeps all tokens.
+    `TopHLogitsWarper` from transformers 5 (arXiv 2509.02510). Both entropies are sums of `-p * log(p)`, where p is a
+    token's probability among the 100 tokens. The most likely token is always kept. A value of 1 keeps the 100 most
+    likely tokens, and infinity keeps all tokens.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
@@ -234,7 +235,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
-    `count` is an int or int32[rows, 1]. Unless `count` is an int above 1, all tokens that tie with the `count`-th
+    `count` is an int or int32[rows, 1]. If `count` is an array or the int 1, all tokens that tie with the `count`-th
     highest value are also kept.
     """
     if not isinstance(count, int) or count == 1:

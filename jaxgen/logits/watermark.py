@@ -101,7 +101,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Detects text marked by `watermark`: transformers' `WatermarkDetector`, with jaxgen's own green lists.
+    """Detects text marked by `watermark`, like transformers' `WatermarkDetector`, but with jaxgen's own green lists.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))

@@ -142,7 +142,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Process one block of queries at a time, skipping slots of the last part after the block's last query."""
+    """Process one block of queries at a time, skipping slots of the last part that follow the block's last query."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -165,7 +165,7 @@ def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> ja
 
 
 def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from many queries, using the faster of two implementations."""
+    """Compute attention for many queries, using the faster of two implementations."""
     steps, (*before, _), start = q.shape[2], parts, visible.start
     if start is None or steps > _CPU_QUERIES or sum([part.slots for part in before]) + start + steps > _CPU_SLOTS:
         return _over_rows_and_heads(q, parts, visible)
@@ -261,7 +261,7 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # If no query sees a key, there may be no block to process. The total is then 0.
+    # If no key is visible to any query, there may be no block to process. The total is then 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
@@ -278,8 +278,8 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
 
-    The scores must already be scaled. Scaling masked scores could round `_LOWEST` in two ways, and the exponential of
-    the difference between the two results would overflow.
+    The scores must already be scaled. If scores were scaled after masking, the scaled `_LOWEST` could be rounded in two
+    different ways. The exponential of the difference between the two results would then overflow.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 

@@ -81,7 +81,7 @@ class KVCache:
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), jnp.zeros(rows, jnp.int32), dtype=name)
 
     def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
-        """Return an empty cache of `slots` slots with this cache as its prefix, and `copies` rows for each row here.
+        """Return an empty cache with this cache as its prefix, `slots` slots per row, and `copies` rows per prefix row.
 
         With `shared`, the copies of a row share their slots, so `select` moves no data.
         """
@@ -115,7 +115,7 @@ class KVCache:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The value of `cfg.cache_dtype` that is needed to continue this cache: `SCALED.name` (8 bits) or None."""
+        """The value that `cfg.cache_dtype` must have to continue from this cache: `SCALED.name` (8 bits) or None."""
         return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
@@ -170,7 +170,7 @@ class KVCache:
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
-        """Return a copy as a single part with only the first `length` tokens of each row.
+        """Return a copy that consists of a single part and contains only the first `length` tokens of each row.
 
         `length` is int32[] or int32[B]. A negative length removes that many tokens from the end, as in transformers.
         """
@@ -188,12 +188,12 @@ class KVCache:
         return _reorder(self, row_numbers(rows, self.rows))
 
     def select(self, rows: jax.Array) -> KVCache:
-        """Return a cache with the same prefix in which row i is the old row `rows[i]`, for `rows int32[B]`.
+        """Return a cache in which row i is the old row `rows[i]`, for `rows int32[B]`; the prefix stays the same.
 
         Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
         and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
-        share slots, no keys or values are copied; `rows` may then be shorter than B, but must select equally many rows
-        of each prompt.
+        share slots, no keys or values are copied, and `rows` may be shorter than B. A shorter `rows` must select the
+        same number of rows from each prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -238,7 +238,7 @@ class KVCache:
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
     def take_rows(self, rows: int) -> KVCache:
-        """Return the first `rows` rows, with only the prefix rows that they read."""
+        """Return only the first `rows` rows of the cache, and only the rows of its prefix that belong to them."""
         if self.rows == rows:
             return self
         keep = jax.tree.map(lambda x: x[: x.shape[0] * rows // self.rows], dataclasses.replace(self, prefix=None))
@@ -262,7 +262,7 @@ class KVCache:
         """Prepare this part for writing to `slots int32[B, T]`. The write will skip slots past the end.
 
         Returns:
-            The cache with updated `owners`, and int32[B, T], the slots' indices in the arrays `keys` and `values`.
+            The cache with updated `owners`, and the slots' indices in the arrays `keys` and `values`, as int32[B, T].
         """
         if self.owners is None:
             return self, slots
@@ -272,7 +272,7 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Convert attention weights of slots, `[..., offset + S*writers]`, to those of tokens, `[..., offset + S]`."""
+        """Convert attention weights per slot `[..., offset + S*writers]` to weights per token `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)

@@ -35,7 +35,7 @@ Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
-    """Return zeros `[n, K, S, H]`, stored as a cache stores floats of `dtype`, or in 8 bits if `int8` is True."""
+    """Return zeros `[n, K, S, H]`, in 8 bits if `int8` is True, otherwise in a cache's format for floats of `dtype`."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, stored_dtype(dtype))

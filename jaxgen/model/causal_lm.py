@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Return the output `[B, T, D]`, the attention weights, and the last part, including the new tokens."""
+        """Return the output `[B, T, D]`, the attention weights, and the last `Part`, which includes the new tokens."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -302,18 +302,19 @@ class CausalLM(nn.Module):
                 attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
             position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
                 masking always uses the token's index, never `position_ids`.
-            segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
-                id form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
+            segment_ids: int32[B, T], for training on rows packed with several texts. Adjacent tokens with the same
+                segment id form a text. Tokens attend only to tokens of their own text, and each text starts at
+                position 0. Incompatible with a cache.
             cache: the cache of the preceding tokens, to which the new tokens are appended; or None.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
             key_mask: bool[B, n], for the first n tokens of each row, not counting padding: True if a token may be
                 attended to. By default, all may. Tokens after the first n may always be attended to.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
-            logits_to_keep: the number of last positions whose logits are computed (0 for all), or an array int32[B, n]
-                of positions.
+            logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
+                int32[B, n] of positions.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
-            context: information about the pass, which each product with a weight receives; see `Context`.
+            context: information about the pass, used in multiplications by weights; see `Context`.
 
         Raises:
             InputError: shapes do not fit, or a row's tokens would extend past the cache's end, start in its prefix, or

@@ -1,4 +1,4 @@
-"""`Context`: information about one pass through the model, for products with weights."""
+"""`Context`: information about one pass through the model, used in multiplications by weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax
 
 @flax.struct.dataclass
 class Context:
-    """Information about one pass through the model, which every weight's `product` method receives.
+    """Information about one pass through the model, passed as an argument to `Weight.product`.
 
     Attributes:
-        divided: whether the weights are split across a mesh, which rules out some ways to compute a product; None
-            if unknown; static.
-        adapter: int32[B], the index of each row's adapter, -1 for none; None if no row has an adapter.
+        divided: whether the weights are split across a mesh, or None if unknown; static. A split rules out some ways to
+            compute a product.
+        adapter: int32[B], the index of each row's adapter, or -1 for a row without an adapter; None if no row has an
+            adapter.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)

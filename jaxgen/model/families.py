@@ -19,8 +19,8 @@ class WindowRule:
         keys: the config.json keys that the rule reads.
         read: maps a config to each layer's window in tokens, or None. The config's values already have the right types.
             Raises `ConfigError` if values are missing or contradict each other.
-        write: the inverse of `read`. The function takes a config without `keys`, and the layers' windows, and returns
-            the config.json entries for the windows.
+        write: the inverse of `read`. Given a config (without `keys`) and each layer's window, the function returns the
+            config.json entries for these windows.
     """
 
     keys: tuple[str, ...]

@@ -20,7 +20,7 @@ from jaxgen.model.linear import product
 from jaxgen.shapes import at_most
 
 LARGEST = 127  # -128 is not used, so that negation is exact
-# The largest number of 16-bit rows that a CPU multiplies as pairs of 8-bit numbers
+# The largest number of rows that a CPU converts from 16-bit floats to pairs of 8-bit numbers before a product
 _FEW_ROWS = 8
 # Since jax 0.11, a product on a CPU takes four times as long if the left operand has more than this many 8-bit numbers.
 _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf

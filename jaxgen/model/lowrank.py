@@ -75,7 +75,7 @@ class LowRank(_Updated):
 class Adapters(_Updated):
     """A matrix with several low-rank updates. `Context.adapter` selects one update, or none, for each row of a batch.
 
-    One product multiplies all rows by the `a` of all updates, so `a` is read only once and never copied per row.
+    One product multiplies all rows by all factors in `a`, so `a` is read only once and never copied for each row.
 
     Attributes:
         weight: `[F, D]`.

@@ -32,8 +32,8 @@ class Visibility:
         keys: for each part of the cache, int32[B, S], the index of the token in each slot; `EMPTY` for an empty slot or
             a hidden token.
         first: int32[B, T], the index of the first token that each query may see; None means 0.
-        window: the maximum number of tokens that a query may see, static; None for no limit.
-        start: static, the slot in the last part at which the new tokens of all rows begin; None if unknown. Query i
+        window: the maximum number of tokens that a query may see; None for no limit; static.
+        start: the slot in the last part at which the new tokens of all rows begin; None if unknown; static. Query i
             does not see the slots after `start + i`.
     """
 
@@ -67,7 +67,7 @@ class Visibility:
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
-        """Select queries `begin` to `end - 1`, and the first `slots` slots of the last part."""
+        """Select queries `begin` to `end - 1`, and restrict the last part's keys to slots 0 to `slots - 1`."""
         first = None if self.first is None else self.first[:, begin:end]
         keys = (*self.keys[:-1], self.keys[-1][:, :slots])
         return Visibility(self.queries[:, begin:end], keys, first, self.window)

@@ -23,10 +23,10 @@ def all_built_in() -> list[type[Quantized]]:
 
 
 def kind_of(quantize: Any) -> type[Quantized] | None:
-    """Return the class that `quantize` names, or `quantize` itself if it is a class; None for "none" and None.
+    """Return the class that `quantize` names, or `quantize` itself if it is a class. For "none" and None, return None.
 
     Raises:
-        ConfigError: `quantize` is not a valid name or class, nor None.
+        ConfigError: `quantize` is neither None nor a valid name or class.
     """
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize

@@ -32,8 +32,8 @@ _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
 _OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
 
-# The partitioning of each layer's matrix [out, in], by the layer's name. A bias is divided like the matrix's outputs.
-# All other parameters are replicated.
+# The partitioning of each layer's matrix [out, in], by the layer's name. A layer's bias is split across the mesh in the
+# same way as the outputs of the layer's matrix. All other parameters are replicated.
 _MATRICES = {
     "embed_tokens": _OUTPUTS,
     "lm_head": _OUTPUTS,
@@ -191,8 +191,8 @@ def sharded_top_k(
     `stable` is False, equal entries may be in any order.
 
     Returns:
-        The largest entries, and their positions, from 0 to n*V - 1. If `values` (shaped like `x`) is given, the entries
-        of `values` at the positions are returned instead of the largest entries.
+        The largest entries, and their positions, from 0 to n*V - 1. If `values` (shaped like `x`) is given, entries of
+        `values` at the same positions replace the largest entries of `x` in the result.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

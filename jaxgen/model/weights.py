@@ -19,7 +19,8 @@ from jaxgen.model.context import Context
 class Weight(Protocol):
     """A matrix `[F, D]` that is not stored as a plain array. A `Weight` is a pytree that replaces a parameter array.
 
-    A new kind of weight is a class with these members. Layers use a `Weight` only through `jaxgen.model.linear`.
+    To add a new kind of weight, write a class with the members of this protocol. Layers use a `Weight` only through
+    `jaxgen.model.linear`.
     """
 
     @property

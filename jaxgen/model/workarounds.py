@@ -1,8 +1,8 @@
 """Alternative forms of the model's operations that work around limitations of XLA's compilers.
 
-If the first argument of a function is an operation, `plain`, the function returns the same result as `plain`. On some
-platforms, the function computes the result by other operations. The CPU workarounds were measured with jax 0.10.2 and
-0.12.0.1, and the GPU workarounds with jax 0.10.2 to 0.11.2, in programs compiled for an H100.
+A function whose first argument is `plain` returns the same result as the operation `plain`. On some platforms, the
+function computes the result with different operations. The CPU workarounds were measured with jax 0.10.2 and 0.12.0.1,
+and the GPU workarounds with jax 0.10.2 to 0.11.2, in programs compiled for an H100.
 
 `tests/model/test_workarounds.py` and `tests/model/test_lanes.py` check that CPU workarounds are still needed, and
 `tests/test_compilers.py` checks GPU workarounds. When a workaround becomes unnecessary, its test fails, and the
@@ -26,10 +26,11 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, XLA uses a different library for matrix products on a CPU (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, a product's left operand is the weight if the other operand has at most this many rows and fewer rows than
-# the weight. Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
+# With at most this many rows, a product on a CPU uses the weight as its left operand if the weight has more rows.
+# Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
 _SOME_ROWS = 32
-# Since jax 0.11, up to this many 16-bit rows are the faster left operand, unless a row is wider than the result.
+# Since jax 0.11, a product on a CPU with at most this many 16-bit rows is faster if the rows are the left operand,
+# unless a row is wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
 # Since jax 0.11, `lax.top_k` may return equal entries in any order.
@@ -37,12 +38,12 @@ _UNSTABLE: dict[str, Any] = {"is_stable": False} if jax.__version_info__ >= (0, 
 
 _LANES = 32
 _LANES_ROWS = 2
-# XLA splits a sum of more than 32 terms into passes that store every product. Even numbers of terms unroll best.
+# XLA splits a sum of more than 32 products and stores every product. A loop over an even number of terms unrolls best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
 # The largest number of terms that a GPU kernel adds. The sum over a 7B model's MLP width, 18,944, needs two kernels.
 _LONGEST_SUM = 9472
-# Up to this many bytes of keys or values are assumed to be in a GPU's cache when they are read again.
+# Keys or values of at most this many bytes are assumed to still be in a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
 # For up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
@@ -56,8 +57,9 @@ _FEW_ROWS = 32
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA
-    moves nothing out of a branch. If `first` is all NaN, the branch is not taken, and all floats in the result are NaN.
+    XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA does
+    not move operations out of a branch. If `first` is all NaN, the branch is not taken, and all floats in the result
+    are NaN.
     """
 
     def not_numbers(*arguments):
@@ -67,10 +69,11 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to float32, as a barrier. The rounding changes no value, but XLA treats it as an operation.
+    """Round float32 numbers to float32, to keep XLA from combining the operations before and after the rounding.
 
-    XLA therefore does not combine the operations before and after the rounding, but may still fuse them into one
-    kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases drop it before combining.
+    The rounding changes no value, but XLA treats it as an operation. XLA may still fuse the operations before and
+    after the rounding into one kernel. Since jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases
+    drop the barrier before combining operations.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -82,9 +85,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute values long before their use, and must store them until
-    then. With jax 0.12.0.1, no early recomputation was observed. Here, recomputation must wait for the gradient of the
-    result. Forward-mode differentiation is not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute values long before they are used, so that the program must
+    store the values in the meantime. With jax 0.12.0.1, no early recomputation was observed. Here, recomputation must
+    wait for the gradient of the result. Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -137,9 +140,9 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is known to be on a single device; see `Context`.
+    """For a product on a CPU, return True if the weight is known to be on a single device; see `Context`.
 
-    Under the caller's jit, this is known only if the machine's CPU is a single device.
+    Under the caller's jit, the weight's placement is known only if jax presents the machine's CPU as a single device.
     """
     return jax.local_device_count("cpu") == 1 if divided is None else not divided
 
@@ -147,8 +150,9 @@ def in_one_piece(divided: bool | None) -> bool:
 def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) -> jax.Array:
     """Append a row of zeros to a single 16-bit row, multiply both by `weight`, and return the first row's product.
 
-    `axis` is the axis of rows, also in the result. To multiply one 16-bit row on a CPU, XLA converts the weights to
-    float32 and, in a loop, stores the copy. With two or more rows, the product reads the weights without conversion.
+    `axis` is the row axis of both `row` and the result. To multiply one 16-bit row on a CPU, XLA converts the weights
+    to float32 and, if the product is in a loop, stores the converted weights. For two or more rows, XLA reads the
+    weights without converting them.
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
@@ -157,8 +161,8 @@ def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) 
 def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Return the transpose of `plain(weight, rows)`, a product with the weight as the left operand.
 
-    On a CPU, every call of a product packs the right operand, so the smaller operand should be on the right. Rounding
-    keeps XLA from swapping float operands, and a barrier does the same for integers.
+    Each time a CPU computes a product, the right operand is packed, so the smaller operand should be on the right.
+    Rounding keeps XLA from swapping float operands, and a barrier does the same for integers.
     """
     out = plain(weight, rows)
     return (rounded(out) if out.dtype == jnp.float32 else lax.optimization_barrier(out)).T
@@ -172,9 +176,9 @@ def fits_lanes(rows: int, columns: int) -> bool:
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """On a CPU, multiply one or two rows `[n, D]` by the transposed 16- or 8-bit `weight [F, D]`; return float32[n, F].
 
-    For one or two rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here,
-    the weights are read once, as stored. Vector instructions add the products of `_LANES` adjacent columns to `_LANES`
-    separate sums; a single sum over adjacent columns could not use such instructions.
+    For one or two rows, XLA's own matrix multiplication packs the weights in every call, and packing takes longer than
+    reading the weights. Here, the weights are read once, as stored. Vector instructions add the products of `_LANES`
+    adjacent columns to `_LANES` separate sums; a single sum over adjacent columns could not use such instructions.
     """
     return in_branch(_in_lanes, rows, weight)
 
@@ -203,8 +207,8 @@ def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
     XLA's CPU compiler leaves a plain sum of products to a library that is slow for these shapes. If each addition is
-    rounded, XLA compiles the sum itself. Devices cannot combine their partial results of a rounded sum, so no axis may
-    be split across a mesh.
+    rounded, XLA generates its own code for the sum instead of using the library. Devices cannot combine partial sums
+    whose additions are rounded, so no axis of `x` may be split across a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
 
@@ -228,7 +232,7 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
 
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Return `plain(ids, table)`; ids past the table's end give NaN. On a CPU, a branch reads rows of a 16-bit table.
+    """Return `plain(ids, table)`; ids past the table's end give NaN. On a CPU, read a 16-bit table inside a branch.
 
     To read a 16-bit table in a loop, XLA's CPU compiler converts the whole table to float32 and stores the copy, except
     in jax 0.12.0.1. Inside a branch, the conversion covers only the rows that are read, and is not hoisted.
@@ -249,9 +253,9 @@ def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
 def stored_dtype(dtype: str) -> np.dtype:
     """Return the dtype in which a cache stores keys and values of `dtype`: int16 for 16-bit floats, otherwise `dtype`.
 
-    For a write to an array of 16-bit floats, XLA's CPU compiler converts the whole array, except in jax 0.12.0.1. The
-    integers are signed, because XLA's GPU compiler did not fuse reads of unsigned integers with attention before
-    jax 0.11.2.
+    To write to an array of 16-bit floats, XLA's CPU compiler converts the whole array to float32 and back, except in
+    jax 0.12.0.1. The integers are signed, because XLA's GPU compiler did not fuse reads of unsigned integers with
+    attention before jax 0.11.2.
     """
     return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
 
@@ -295,7 +299,7 @@ def for_head(x: jax.Array) -> jax.Array:
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Return `plain(x, part)`, the product of queries and keys or, with `values`, of attention weights and values.
+    """Return `plain(x, part)`: queries times keys or, if `values` is True, attention weights times values.
 
     If each row has one query and does not share the part with other rows, a GPU may use sums of products instead of a
     matrix product. The compiler fuses sums of products with the operations before and after them, so fewer kernels are
@@ -343,9 +347,10 @@ def _add_of_each(
 ) -> jax.Array:
     """Add each row's update to `out [rows, F]`, using sums of products instead of a matrix product.
 
-    A row's update is its `narrow [n, p, r]` times the `b` of its adapter. With jax 0.10.2, XLA's GPU compiler fuses the
-    update into one kernel if a single gather with scalar indices reads `narrow`, and `narrow` is not rounded. The
-    product with a fused matrix is used several times; without the barrier, each use would recompute the sums.
+    A row's update is the row's entry in `narrow [rows, n, p, r]` times the matrix `b` of the row's adapter. With jax
+    0.10.2, XLA's GPU compiler fuses the update into one kernel if `narrow` is not rounded and is read by a single
+    gather with scalar indices. The product with a fused matrix is used several times; without the barrier, each use
+    would recompute the sums.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape
     part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(ends, prepend=0))

@@ -139,7 +139,7 @@ def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int
 
 
 def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
-    """Raise an error if an automaton's shortest string has more tokens than the budget."""
+    """Raise an error if an automaton's shortest string has more tokens than the budget allows."""
     least = np.asarray(automaton.shortest)[np.asarray(automaton.start)]
     least = np.broadcast_to(least, budget.shape)
     if len(rows := np.flatnonzero(least > budget)):

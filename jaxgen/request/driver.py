@@ -113,7 +113,7 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 def _stream(streamer: Any, by_row: bool, before: Any, now: Any) -> None:
     """Stream everything new since `before`: the tokens of each row, or the steps that all rows have completed.
 
-    `now` is a `Progress` on the host. `before` is an earlier `Progress`, or None at first.
+    `now` is a `Progress` with arrays on the host. `before` is the previous `Progress`, or None if `now` is the first.
     """
     if not by_row:
         for column in range(0 if before is None else int(before.steps), int(now.steps)):

@@ -77,6 +77,6 @@ def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
         if not before:
             break
         text = before + text
-        if text[0] & 0xC0 != 0x80:  # not a byte that continues a character
+        if text[0] & 0xC0 != 0x80:  # the first byte is not a UTF-8 continuation byte
             return count, text
     return 1, last

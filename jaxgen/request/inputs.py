@@ -59,8 +59,8 @@ def token_ids(given, model: ModelConfig) -> Array:
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
     """Return the prompts that the caller passed: the ids, int32[B, P], and the embeddings, `[B, P, D]` or None.
 
-    If only embeddings were passed, all ids are `UNKNOWN`. Without ids or embeddings, the prompt is `bos_token_id`;
-    with a cache to continue, this is an error.
+    If only embeddings were passed, all ids are `UNKNOWN`. Without ids or embeddings, the prompt is `bos_token_id`.
+    A call that continues a cache must have ids or embeddings.
     """
     if embeds is not None:
         embeds = embeds if is_traced(embeds) else np.asarray(embeds)

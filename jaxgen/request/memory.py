@@ -51,9 +51,10 @@ def caches_bytes(
     slots: int | None,
     prefixes: int = 0,
 ) -> int:
-    """Return the total size in bytes of a call's prompt and sequence caches and of an engine's prefix store.
+    """Return the total size in bytes of the caches for prompts and sequences, plus `prefixes`.
 
-    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences.
+    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences. `prefixes` is the size in
+    bytes of an engine's prefix store.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
@@ -84,10 +85,10 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest changes that make a request fit into `free` bytes: every change that suffices alone, or a combination.
+    """Suggest each change that makes a request fit into `free` bytes, or a combination if no single change suffices.
 
-    `needed` returns the number of bytes that the changed arguments require. `more` contains changes to
-    consider in addition to those in `_REMEDIES`.
+    Given keyword arguments that change the request, `needed` returns the number of bytes that the changed request
+    requires. `more` contains changes to consider in addition to those in `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:

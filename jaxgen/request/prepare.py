@@ -92,7 +92,8 @@ def prepare(
     """Check a call, and return the inputs of the loop.
 
     In an eager call, the prompt width and the number of new tokens are rounded up, so that a few programs serve all
-    calls. Prompts are padded on the left; the program left-aligns them. Under the caller's jit, sizes are unchanged.
+    calls. Prompts are padded on the left; the program left-aligns them. Inside the caller's own `jax.jit`, sizes are
+    not rounded up.
 
     Raises:
         InputError, ConfigError, TypeError: the call is not valid.
@@ -195,7 +196,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of cache slots for cached tokens and, unless prompts share cache rows, for the prompts."""
+    """Return the number of cache slots for cached tokens, and also for the prompts if they do not share cache rows."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:

@@ -39,7 +39,7 @@ def logprobs(
         ids, mask: int32[B, L] and bool[B, L], False for padding.
         replay: recomputes the scores from which the tokens were chosen; None to use the model's own distribution.
         start: the first column to score: 0, or the width of the prompts.
-        top: the number of most likely tokens to return, n.
+        top: n, the number of most likely tokens to return for each column.
         chunk: the number of columns whose logits are in memory at a time.
     """
     ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN in that id's embedding would spread

@@ -70,13 +70,13 @@ class _Group:
 
 
 def _width(size: int) -> int:
-    """Return a continuation's number of columns: the number of tokens that the model reads, rounded up, plus 1."""
+    """Return a continuation's number of columns: 1 for the last token, plus the rounded-up number of other tokens."""
     return 1 if size == 1 else 1 + _columns(size - 1)
 
 
 def _columns(size: int) -> int:
     """Round `size` up to a power of two p, or to a multiple of p / 8 if `size` is above 256."""
-    # Long texts are often windows of equal length, so the finer steps cost few additional programs.
+    # Above 256, the finer rounding adds few programs, because long texts are often cut into windows of equal length.
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 
@@ -100,7 +100,7 @@ def score_many(
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
-        requests: pairs of lists of ids: a context and the continuation to score, each with at least one token.
+        requests: pairs `(context, continuation)` of lists of ids. Each list has at least one id.
         cfg: as in `score`. Only `cfg.model` and `cfg.adapter` are used, with the same adapter for all requests.
         batch_tokens: the approximate number of tokens in memory at a time, including padding; by default 8,192, or
             1,024 on a CPU. A longer request forms a batch by itself.

@@ -15,7 +15,7 @@ from jaxgen.programs import program
 def compute_transition_scores(
     sequences, scores: jax.Array | Sequence, beam_indices=None, normalize_logits: bool = False
 ) -> jax.Array:
-    """Return the score with which each generated token was chosen, like transformers' `compute_transition_scores`.
+    """Return the score that each generated token had when chosen, like transformers' `compute_transition_scores`.
 
     >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
@@ -27,7 +27,8 @@ def compute_transition_scores(
 
     Args:
         sequences: int32[rows, P + N], the prompts and the generated tokens.
-        scores: float32[N, R, V], or N arrays float32[R, V]. R is the number of rows or, in a beam search, beams.
+        scores: float32[N, R, V], or N arrays float32[R, V]. R is the total number of beams in a beam search;
+            otherwise, R equals `rows`.
         beam_indices: int32[rows, N], the row of `scores` from which each token was chosen; negative after a row's end.
         normalize_logits: convert the scores to log-probabilities first.
 

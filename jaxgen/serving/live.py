@@ -50,7 +50,7 @@ class Live:
             raise
 
     def _hear(self, number: int, news: Event) -> None:
-        """Listen to a prompt: update the metrics for an event, and queue the event if needed; see `Engine.follow`."""
+        """Handle an event of prompt `number`: update metrics, and queue the event if needed. See `Engine.follow`."""
         place, now = number * self.asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
             count = len(news.tokens)

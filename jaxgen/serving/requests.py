@@ -197,7 +197,7 @@ class Reader:
         return most
 
     def _top(self, number: int | None, name: str) -> int | None:
-        """Check and return the requested number of most likely tokens."""
+        """Check that `number`, the requested number of most likely tokens, is in range, and return `number`."""
         if number is not None and not 0 <= number <= self.cfg.top_logprobs:
             raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
         return number

@@ -117,7 +117,7 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
-        """Read the tool fields of a request (None if absent); return None if there are no tools.
+        """Read a request's tool fields; None stands for an absent field. Return None if the request has no tools.
 
         Raises:
             InputError: a field is invalid or unsupported; the error names the field.
@@ -159,7 +159,8 @@ class Tools:
     def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
         """Return the automaton for forced calls, or None if no call is forced.
 
-        The automaton accepts exactly one call, or one or more calls if `most_calls` is None.
+        If `most_calls` is 1, the automaton accepts exactly one call. If `most_calls` is None, the automaton accepts one
+        or more calls.
 
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
@@ -194,7 +195,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
     if parameters:
         try:
-            plain(parameters)  # rejects values that are not JSON before the template or the grammar reads them
+            plain(parameters)  # rejects a schema that is not JSON, before the template or the grammar reads the schema
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}

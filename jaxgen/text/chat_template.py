@@ -15,7 +15,7 @@ import jinja2.parser
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.text import sandbox
 
-# Message beginnings that tokenizers merge with the preceding text in different ways
+# Short message texts that tokenizers merge with the preceding text in different ways
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
 LARGEST = 100_000  # maximum number of characters in a template; known templates have at most 30,000
@@ -129,7 +129,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Reject unknown roles, because many templates would render them and others would silently drop the message."""
+    """Reject a message with an unknown role, which many templates would render and others would silently drop."""
     for i, message in enumerate(conversation):
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:

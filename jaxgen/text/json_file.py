@@ -14,7 +14,7 @@ from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
 _DEEPEST = 200  # maximum levels of nesting
-_MOST = 500_000  # maximum number of opening brackets, because lists and objects take far more memory than their text
+_MOST = 500_000  # maximum number of opening brackets; a parsed list or object takes far more memory than its JSON text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:

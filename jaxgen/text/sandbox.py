@@ -1,8 +1,9 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
 Jinja's own sandbox isolates a template from the machine, but limits neither its time nor its memory. This sandbox
-measures every value that a template creates; if a value could be huge, its size is estimated beforehand. No single
-operation therefore takes long. Checking the clock between operations limits the total time, and works in any thread.
+measures every value that a template creates; if a value could be huge, its size is estimated beforehand. Because sizes
+are limited, no single operation takes long. Checking the clock between operations limits the total time, and works in
+any thread.
 """
 
 import contextvars
@@ -19,7 +20,7 @@ import jinja2.visitor
 from jinja2 import nodes
 
 SECONDS = 1.0  # maximum CPU time; each million input characters adds `SECONDS` to the maximum
-# Maximum number of characters: `LARGEST` in one value or in the output, and `_ALL` in all values together.
+# `LARGEST` is the maximum number of characters in one value or in the output, and `_ALL` in all values together.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300  # growth of `LARGEST` and `_ALL` per input character
 _STEPS = 32  # number of steps between two checks of the clock
@@ -29,7 +30,8 @@ _LARGEST_INTEGER = 100_000  # bits
 
 # These patterns find, in linear time, the format fields that are rejected because their output could be too large.
 # A field is rejected if it has a width of four digits, takes its width from an argument, or reads an attribute or item.
-# A text with "%(" must not contain four digits in a row, because the name in "%(name)9s" can contain any character.
+# The pattern for "%" does not find the end of the name in "%(name)9s", which can contain any character. A text with
+# "%(" is therefore rejected if it contains four digits in a row.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -58,7 +60,7 @@ class _Limits:
         self.deadline = time.thread_time() + self.seconds
 
     def counted(self, value: Any) -> Any:
-        """Count a value that the template created, and return it."""
+        """Count one step and the size of a value that the template created, and return the value."""
         self.count(1)
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
@@ -79,7 +81,7 @@ class _Limits:
             raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Reject a filter or string method whose result may be too large; `sign`, "{" or "%", begins a format field."""
+        """Reject a filter or string method whose result may be too large. `sign` ("{" or "%") begins a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not allowed")
@@ -232,7 +234,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Makes a template count loop iterations, macro calls and those operations that do not call the environment.
+    """Adds counters to a template for loop iterations, macro calls, and operations that do not call the environment.
 
     A comparison with a constant is cheap, and counts only as a step of the enclosing loop iteration or macro call.
     """

@@ -29,7 +29,8 @@ class TextStream:
     Text is held back while later tokens can still change it. A U+FFFD at the end may be an incomplete character. Byte
     tokens (`<0x..>`) are held back until a regular token follows, because one invalid byte turns all of them into
     U+FFFD. With clean-up, a space and the characters after it are held back if clean-up might change them. `end`
-    returns the held text. The cost of a token depends on the number of tokens held back, not on all earlier tokens.
+    returns the text that is still held back. The cost of a token depends on the number of tokens held back, not on all
+    earlier tokens.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class _QueueStreamer(TextStreamer):
             self.send(None)
 
     def error(self, exception: BaseException) -> None:
-        """End the run with an exception: the iteration returns the text so far, and then raises the exception."""
+        """End the run with an exception. The iteration yields the remaining text, and then raises the exception."""
         if not isinstance(exception, BaseException):
             raise TypeError(f"error must be called with an exception, got {exception!r}")
         self._expects_prompt = True

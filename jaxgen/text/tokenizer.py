@@ -93,7 +93,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """Read the tokenizer of a local HF directory.
+        """Read the tokenizer from a local HF directory.
 
         tokenizer.json is required, and all other files are optional. tokenizer_config.json is called "the config" here.
         A chat_template.jinja takes precedence over the config's template. As in HF, special_tokens_map.json and
@@ -263,7 +263,7 @@ class Tokenizer:
         `chat` must be called with the same values.
 
         Raises:
-            InputError: with this template, not all conversations that begin with `messages` have the same first token.
+            InputError: with this template, conversations that begin with `messages` can differ in their first token.
         """
         options = {"tools": tools, "documents": documents, **template_kwargs}
         rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
@@ -287,8 +287,8 @@ class Tokenizer:
         A role must be system, user, assistant, tool, or one that the template contains as a quoted string. `tools` are
         JSON schemas. If `tools` is not None, the template "tool_use" is preferred. `template_kwargs` are additional
         variables for the template; they take precedence over special tokens. The template runs in a sandbox, with the
-        additions to jinja from transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and
-        `continue`, generation blocks, and `strftime_now`, which returns the current date and time.
+        additions to jinja from transformers 4.41.1 and later releases: `break` and `continue`, generation blocks,
+        `tojson` without HTML escapes, and `strftime_now`, which returns the current date and time.
         """
         return chat_template.render(
             self._templates,
@@ -317,7 +317,7 @@ class Tokenizer:
 
         The second call passes the arrays of an output, and is equivalent to the first. Without `prompt_width`, whole
         rows are decoded, including the prompt and any padding that is not a special token, as in HF's `batch_decode`.
-        Rows of ids can be an array, `int[rows, n]`, or a list of sequences of any lengths.
+        Rows of ids can be an array, `int[rows, n]`, or a list of sequences of any length.
         """
         if hasattr(out, "prompt_width"):
             lengths = out.lengths if lengths is None else lengths
@@ -346,7 +346,7 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id that `pad` fills rows with: the first of the pad, eos and unk ids that exists, or 0."""
+        """The id that `pad` uses for padding: the pad, eos or unk id, in this order of preference, or else 0."""
         choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
         return next(choice for choice in choices if choice is not None)
 

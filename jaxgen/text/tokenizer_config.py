@@ -115,7 +115,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # Add each run of consecutive special or non-special tokens in its own call, because ids follow the call order.
+    # Each call adds consecutive tokens that are all special or all non-special, because ids follow the order of calls.
     # In old releases of the library, `add_tokens` ignores `special`, so special tokens need `add_special_tokens`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:

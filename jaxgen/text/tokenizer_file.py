@@ -63,7 +63,7 @@ def probe(source: str, backend: tokenizers.Tokenizer) -> None:
     """Encode and decode a short text, to detect tokenizers that panic on every text.
 
     Raises:
-        ConfigError: the library fails; the message begins with `source`.
+        ConfigError: the Rust library fails to encode or decode the text; the message begins with `source`.
     """
     with library_errors(source), _without_panic_messages():
         backend.decode(backend.encode("a text").ids)
@@ -89,7 +89,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """Discard what a failing block writes to stderr, because Rust prints the panic that the exception reports."""
+    """Discard what a failing block writes to stderr, because the exception also reports the panic that Rust prints."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed

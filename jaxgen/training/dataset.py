@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return the example for a plain text: its ids and the eos token, all with labels."""
+    """Return the example for plain text: the text's ids and the eos token, each with a label."""
     ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
@@ -122,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids that extend `before` by `text`. If a token would span both texts, `text` is encoded by itself."""
+    """Return the ids that `text` adds after `before`. If a token would span both texts, `text` is encoded by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -131,9 +131,10 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens. Of the last 64 rows, the first with space for an example gets it.
+    """Pack examples into rows of `width` tokens.
 
-    Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
+    An example is added to the first row with enough space among the last 64 rows, or else to a new row. Return the rows
+    as numpy arrays, and the number of examples that were truncated to the length of a row.
 
     Raises:
         InputError: `width` is less than 2.

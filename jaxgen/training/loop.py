@@ -241,7 +241,8 @@ def train(
 
     Args:
         params: the initial values of the model's parameters, or of low-rank updates.
-        batches: returns the batch for a step. To resume, `batches` must return the same batch for the same step.
+        batches: returns the batch for a step. For a run to resume, `batches` must return the same batch for the same
+            step.
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
@@ -282,7 +283,7 @@ _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return True if `train` would resume from a state in `directory`; raise `train`'s errors about that state."""
+    """Return True if `train` would resume from `directory`; a state with different or damaged settings is an error."""
     return has_state(directory, _settings(model, cfg, run))
 
 

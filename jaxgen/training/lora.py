@@ -49,7 +49,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
 
 def attach(params, updates, scale: float):
-    """Return `params` with each weight that has updates replaced by a `LowRank`, which never computes W + B A."""
+    """Return `params` with a `LowRank` in place of each weight that has updates. A `LowRank` never computes W + B A."""
     if set(updates) == {"a", "b"}:
         return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
     return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}
