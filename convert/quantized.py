@@ -55,7 +55,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List problems with the second and later tensors in `parts`. `like` is a one-row weight of the expected kind."""
+    """List problems with the second and later tensors in `parts`. `like` is an example weight with one row."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):

@@ -36,8 +36,8 @@ class WatermarkingConfig:
         greenlist_ratio: the fraction of the vocabulary that is green, greater than 0 and less than 1.
         bias: the number that is added to the scores of green tokens.
         hashing_key: the secret key, from 0 to 2**32 - 1.
-        seeding_scheme: whether a token is green depends on the previous token ("lefthash"), or on the previous
-            `context_width - 1` tokens ("selfhash").
+        seeding_scheme: the context that determines which tokens are green: "lefthash" for the previous token, or
+            "selfhash" for the previous `context_width - 1` tokens.
         context_width: the number of tokens that a row must have before it is marked.
 
     Raises:

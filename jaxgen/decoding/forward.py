@@ -207,7 +207,7 @@ def in_one_pass(
 ) -> Forward:
     """Run all tokens in one pass, and return the logits in one column per row or in all columns.
 
-    `column int32[rows]` contains each row's column; None means all columns. The first token of each row goes into slot
+    `column int32[rows]` contains each row's column; None means all columns. Each row's first new token goes into slot
     `start` of the cache. Without `start`, each row's new tokens are added after its cached tokens.
     """
     if inputs.mask.shape[1] == 1:

@@ -62,7 +62,7 @@ class Pool:
 
     @classmethod
     def open(cls, run: Run, queue: Queue, most: int, stored: int = 0) -> Pool:
-        """Return an empty pool for the prompts of a queue; `most` limits the number of places in the pool.
+        """Return an empty pool for the prompts of a queue, with at most `most` places, rounded up for a mesh.
 
         If `stored` is not 0, the pool has a prefix store with space for `stored` chunks.
         """

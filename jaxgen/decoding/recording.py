@@ -38,8 +38,8 @@ class LayerRecording(RowState):
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record, cut to prompts of `width` columns and to `new_tokens` new tokens.
 
-        In `decode`, the axis of steps comes first. Columns that pad the prompts to a bucket are removed. For attention
-        weights, `tokens` is the number of generated tokens to keep on the last axis; for hidden states, it is None.
+        In the result, `decode` has the steps on its first axis. Columns that pad prompts to a bucket are removed. For
+        attention weights, `tokens` is the number of generated tokens to keep on the last axis; None for hidden states.
         """
         padding = self.prefill[0].shape[-2] - width
         prefill = tuple(x[..., padding:, :] for x in self.prefill)
@@ -124,7 +124,7 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values in `column` of `out` for the `step`-th generated token of each live row.
+        """Record the layers' values from `column` of `out` for the `step`-th generated token of each live row.
 
         Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """

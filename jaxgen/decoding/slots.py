@@ -219,7 +219,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, but at least one step, so that rows advance between prefill chunks."""
+        """Take one or more steps, until a slot can be filled. Rows therefore advance between any two prefill chunks."""
         someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

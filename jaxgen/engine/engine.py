@@ -30,7 +30,7 @@ from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # maximum number of steps in a chunk
-_PULSE = 1.0  # seconds between messages to the other processes while the engine is idle
+_PULSE = 1.0  # seconds between messages to the other processes while no chunk is running
 
 
 class Engine:

@@ -70,7 +70,7 @@ def generate_many(
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
     """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
 
-    There are never more than `most` prompts in the engine at a time. The engine must accept at least `most` waiting prompts.
+    There are never more than `most` prompts in the engine. The engine must accept at least `most` waiting prompts.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}

@@ -175,7 +175,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item; copies after the first `low` are optional. If `high` is None, the last copy loops."""
+        """Add copies of the item; copies after the first `low` are optional. If `high` is None, the last can repeat."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()

@@ -1,4 +1,4 @@
-"""Ranges of integers as expressions over their decimal digits."""
+"""Regular expressions that match the integers in a range."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | N
 
 
 def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
-    """Return the lower and upper limit on a string's length or an array's number of items; None means no limit."""
+    """Return the lower limit, and the upper limit or None, for a string's length or an array's number of items."""
     low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
     for name, number in ((f"min{of}", low), (f"max{of}", high)):
         if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):

@@ -30,7 +30,7 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # block sizes for processing one kv head of one row at a time
-# The maximum numbers of queries and slots for which a CPU computes all scores of a block of queries at once.
+# With at most this many queries and slots, a CPU computes all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
 # The number of queries per block in `_without_later_keys`, which reads the keys up to the block's last query.
 _CAUSAL_BLOCK = 128

@@ -190,8 +190,8 @@ class KVCache:
     def select(self, rows: jax.Array) -> KVCache:
         """Return a cache in which row i is the old row `rows[i]`, for `rows int32[B]`; the prefix stays the same.
 
-        Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The prefix
-        and the structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
+        Row i and row `rows[i]` must share a prefix row, as the beams of a prompt do; this is not checked. The cache's
+        structure does not change either, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows
         share slots, no keys or values are copied, and `rows` may be shorter than B. A shorter `rows` must select the
         same number of rows from each prompt.
         """

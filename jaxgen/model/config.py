@@ -341,7 +341,7 @@ def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any])
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the content of the entry for RoPE; the content uses the newer key names and omits nulls."""
+    """Return the entry for RoPE: its name, and its content with the newer key names and no nulls, plus `rope_theta`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):

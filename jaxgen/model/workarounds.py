@@ -41,7 +41,7 @@ _LANES_ROWS = 2
 # XLA splits a sum of more than 32 products and stores every product. A loop over an even number of terms unrolls best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
-# The largest number of terms that a GPU kernel adds. The sum over a 7B model's MLP width, 18,944, needs two kernels.
+# A sum of more terms is split into two GPU kernels. An example is the sum over a 7B model's MLP width, 18,944.
 _LONGEST_SUM = 9472
 # Keys or values of at most this many bytes are assumed to still be in a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
@@ -347,10 +347,10 @@ def _add_of_each(
 ) -> jax.Array:
     """Add each row's update to `out [rows, F]`, using sums of products instead of a matrix product.
 
-    A row's update is the row's entry in `narrow [rows, n, p, r]` times the matrix `b` of the row's adapter. With jax
-    0.10.2, XLA's GPU compiler fuses the update into one kernel if `narrow` is not rounded and is read by a single
-    gather with scalar indices. The product with a fused matrix is used several times; without the barrier, each use
-    would recompute the sums.
+    A row's update is the entry of `narrow [rows, n, p, r]` for the row and its adapter, times the adapter's matrix `b`.
+    With jax 0.10.2, XLA's GPU compiler fuses the update into one kernel if `narrow` is not rounded and is read by a
+    single gather with scalar indices. The product with a fused matrix is used several times; without the barrier, each
+    use would recompute the sums.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape
     part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(ends, prepend=0))

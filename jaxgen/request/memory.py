@@ -85,9 +85,9 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest each change that makes a request fit into `free` bytes, or a combination if no single change suffices.
+    """Suggest each change that makes a call fit into `free` bytes, or a combination if no single change suffices.
 
-    Given keyword arguments that change the request, `needed` returns the number of bytes that the changed request
+    Given keyword arguments that change the call, `needed` returns the number of bytes that the changed call
     requires. `more` contains changes to consider in addition to those in `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
