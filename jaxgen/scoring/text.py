@@ -60,8 +60,7 @@ def score(
         ids: int32[B, L], texts padded to one width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
             `of="scores"`, pass the config passed to `generate`. An option's value for a prompt applies to all rows of
-            the prompt. If rows are not grouped by prompt as in `generate`, set `num_return_sequences=1` and give
-            per-prompt options one value per row.
+            the prompt. If rows are not grouped by prompt, set `num_return_sequences=1` and pass one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution after all processors and warpers
             of `cfg`. "scores" supports greedy search, contrastive search and sampling. Warpers never remove the scored
