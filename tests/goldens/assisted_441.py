@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-from modes_441 import draw_eos, draw_processors, generate
+from modes_441 import draw_eos, draw_processors, run_tokens
 from options_441 import LONGEST, Material
 from oracle import Oracle
 
@@ -19,15 +19,16 @@ ASSISTANTS = {
 }
 
 
-def run_assisted(oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool) -> list[int]:
-    """Generate from one row, and return the generated tokens."""
+def run_assisted(
+    oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool
+) -> list[int] | None:
+    """Return the tokens that are generated from one row, or None if one of them is banned."""
     if assistant is not None:  # a copy, because a run changes num_assistant_tokens
         draft = copy.deepcopy(assistant.model)
         for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
             setattr(draft.generation_config, name, options[name])
         options = options | {"assistant_model": draft.double() if double else draft}
-    # Prompt lookup can generate more tokens than requested.
-    return generate(oracle, ids, options, double).sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
+    return run_tokens(oracle, ids, options, double)
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
@@ -70,6 +71,8 @@ def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Ge
         for prompt in prompts:
             draft = None if assistant is None else oracles[assistant]
             tokens, exact = (run_assisted(oracle, prompt, options, draft, double) for double in (False, True))
-            cases.append({"ids": prompt, "tokens": tokens, "near_tie": exact != tokens})
-        sets.append({"checkpoint": name, "assistant": assistant, "options": options, "cases": cases})
+            if tokens is not None and exact is not None:
+                cases.append({"ids": prompt, "tokens": tokens, "near_tie": exact != tokens})
+        if cases:  # no case is left if each prompt got a banned token
+            sets.append({"checkpoint": name, "assistant": assistant, "options": options, "cases": cases})
     return sets

@@ -191,11 +191,12 @@ def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
     return sets
 
 
-def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
-    """Return the tokens that contrastive search generates from one row, or None if one of them is banned."""
+def run_tokens(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
+    """Return the tokens that are generated from one row, or None if one of them is banned."""
     out = generate(oracle, ids, options, double)
-    tokens = out.sequences[0, len(ids) :].tolist()
-    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores, tokens, strict=True))
+    # Prompt lookup can generate more tokens than requested.
+    tokens = out.sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
+    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores, tokens, strict=False))
     return None if banned else tokens
 
 
@@ -214,9 +215,8 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
         options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         cases = []
         for prompt in prompts:
-            tokens = run_contrastive(oracle, prompt, options)
-            if tokens is not None:
-                exact = run_contrastive(oracle, prompt, options, double=True)
+            tokens, exact = (run_tokens(oracle, prompt, options, double) for double in (False, True))
+            if tokens is not None and exact is not None:
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
         if cases:  # no case is left if each prompt got a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
