@@ -82,7 +82,7 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: `wanted` or, for None or a quantized weight, the tensor's own dtype."""
+        """Return a tensor's dtype in memory: `wanted`, or its own for a quantized weight or if `wanted` is None."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -298,8 +298,8 @@ def write_arrays(
     def read(name: str) -> np.ndarray:
         array = arrays[name]
         if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that the cached copy is
-            # freed together with the temporary array.
+            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees
+            # the cached copy.
             array = jax.device_put(array, array.sharding, may_alias=False)
         return np.asarray(array)
 

@@ -94,7 +94,7 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
-    """Return a stored weight that is converted when it is read: to `kind`, or to an array if `kind` is None.
+    """Return a stored weight that is converted to `kind` when it is read, or to an array if `kind` is None.
 
     `dtype` is the default dtype of the matrix; the code that reads the weight can choose a different one.
     """
@@ -118,7 +118,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a one-row weight of this kind, which shows the dtypes and row shapes of the kind's arrays."""
+    """Return a one-row weight of this kind, as an example of the dtypes and row shapes of its arrays."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 

@@ -24,7 +24,7 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
-    `reason` returns a hint about an unknown option for the error message, or an empty string if there is no hint.
+    `reason` returns a hint for the error message about an unknown option, or an empty string if there is no hint.
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):

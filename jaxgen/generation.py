@@ -72,8 +72,8 @@ def generate(
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
-        ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation starts
-            from `bos_token_id`.
+        ids: int32[B, P], the prompts, padded to the same width. Without ids, inputs_embeds or a cache, generation
+            starts from `bos_token_id`.
         key: None for greedy decoding. For sampling, either one key per prompt, `key[B]`, or a single `jax.random.key`.
             With a single key, prompt b uses `fold_in(key, b)`.
         cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.

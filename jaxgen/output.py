@@ -105,7 +105,7 @@ class GenerateOutput:
         This does not work under jit, where the number of steps is unknown.
 
         Raises:
-            InputError: the cache is divided across several processes.
+            InputError: the cache is split across several processes.
         """
         steps = int(np.max(self.lengths))
         width = self.prompt_width

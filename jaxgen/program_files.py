@@ -51,7 +51,7 @@ def read_or_compile(
     Args:
         directory: an existing directory.
         device: the device on which the program runs.
-        function: a result of `jax.jit`.
+        function: a function returned by `jax.jit`.
         made_from: everything that determines the program in addition to `_surroundings`: the static arguments, the
             structure, shapes and dtypes of the other arguments, and the compiler options.
         args, kwargs: the arguments.
@@ -105,7 +105,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return values in a program's key that do not come from the call: versions, source, device, flags and settings."""
+    """Return the values in a program's key that are not from the call: versions, source, device, flags and settings."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]

@@ -64,7 +64,8 @@ class Programs:
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
         """Return the program for a key. Create a missing program with `make`, and drop other programs if necessary.
 
-        A dropped program is freed once no thread runs it. `Program` builds keys, and `log_compilation` compares them.
+        A dropped program is freed once no thread is running it. `Program` builds keys, and `log_compilation` compares
+        them.
         """
         with self._lock:
             found = self._programs.get(key)
@@ -159,7 +160,7 @@ class _NewProgram:
 
     Args:
         key: the program's key in `PROGRAMS`.
-        function: a result of `jax.jit`.
+        function: a function returned by `jax.jit`.
         donated: the names of the donated arguments.
     """
 

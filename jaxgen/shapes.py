@@ -49,7 +49,8 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [B, n, ...]` to the positions `index int32[B, n]` of each row of `x [B, N, ...]`.
 
     Positions past the end are dropped. Values for the same position must be equal. To write one position per row, use
-    `index int32[B]` and `values [B, ...]`. Each row has its own scatter, so under a mesh, no row leaves its device.
+    `index int32[B]` and `values [B, ...]`. Each row is written by a separate scatter operation, so under a mesh, no row
+    leaves its device.
     """
     unique = index.ndim == 1
 

@@ -237,7 +237,7 @@ def load_model(
 
 
 def key_of(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed)` for a seed below 2**32, without the two programs that jax would compile for it."""
+    """Return the same key as `jax.random.key(seed)`, which would compile two programs. `seed` must be below 2**32."""
     words: Any = np.array([0, seed], np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 

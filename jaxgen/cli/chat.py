@@ -95,7 +95,8 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
-        if self._cache is None:  # with `slots`, no cache is returned, so the next answer reads the whole conversation
+        # With `slots`, no cache is returned, so the whole conversation has to be read again for the next answer.
+        if self._cache is None:
             self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped

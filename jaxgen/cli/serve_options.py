@@ -52,7 +52,7 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options in the words after "serve", or raise an `InputError` if one is unknown or invalid."""
+    """Parse the arguments after "serve" into options; raise an `InputError` if one is unknown or invalid."""
     command = parser()
     options, rest = command.read(words)
     if rest:

@@ -53,7 +53,7 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options in the words after "train", or raise an `InputError` if one is unknown, missing or invalid."""
+    """Parse the arguments after "train" into options; raise an `InputError` if one is unknown, missing or invalid."""
     command = parser()
     options, rest = command.read(words)
     if rest:

@@ -48,7 +48,10 @@ _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.pe
 
 @dataclasses.dataclass(frozen=True)
 class _Inherited:
-    """Names of the options that the checkpoint sets. Comparisons ignore `names`, so changes cause no recompilation."""
+    """Names of the options that the checkpoint sets.
+
+    Comparisons ignore `names`, so different names do not cause recompilation.
+    """
 
     names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
@@ -155,7 +158,7 @@ class GenerationConfig(GenerationOptions):
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
     def in_requests(self, names: Collection[str]) -> GenerationConfig:
-        """Return an unchecked copy that turns on the options in `names` and sets their values to `IN_REQUEST`."""
+        """Return an unchecked copy in which the options in `names` are on and have the value `IN_REQUEST`."""
         return self._changed(dict.fromkeys(names, IN_REQUEST) | {"enabled": self.enabled.union(names)})
 
     def reset(self, names: Collection[str]) -> GenerationConfig:

@@ -198,7 +198,10 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or list of strings for all prompts, or a list that has a list of strings or None for each prompt."""
+    """A string or a list of strings for all prompts, or a list with one entry per prompt.
+
+    Each entry is a list of strings or None.
+    """
 
     type_name = "str or list"
     per_prompt = True
@@ -210,7 +213,7 @@ class Text(Static):
             if several and strings is None:
                 continue
             if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
-                form = "a string, a list of strings, or a list that has a list of strings or None for each prompt"
+                form = "a string, a list of strings, or a list with an entry per prompt, each a list of strings or None"
                 raise TypeError(f"{name} must be {form}, got {value!r}")
             if not strings or "" in strings:
                 remedy = "use None for a prompt without any" if several else "leave it out for no stop strings"

@@ -151,7 +151,7 @@ class BeamSearch(Mode):
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
         best = dataclasses.replace(best, recording=state.recording, cache_ids=state.cache_ids)
         step = best.history.step
-        # The beam that token i + 1 extended wrote the keys and values of token i to the cache.
+        # The keys and values of token i were written to the cache by the beam that token i + 1 extended.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
         decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))

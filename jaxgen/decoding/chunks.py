@@ -95,12 +95,12 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
 def run_first_chunk(run: Run, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str, **sizes: int):
     """Run a chunk from the initial state; `sizes` are the last three arguments of `open_queue`.
 
-    On a mesh, the initial state is divided in the same way as the returned state. If `open_queue` ran as a separate
-    program, every device would store the whole initial state.
+    On a mesh, the initial state is split across the devices in the same way as the returned state. If `open_queue` ran
+    as a separate program, every device would store the whole initial state.
     """
     state = open_queue(run, arrivals, mode, key_impl, **sizes)
     # Put the step count on the mesh. Otherwise, `run_chunk` would be compiled twice, first for a step count that is not
-    # on the mesh, and then for a step count on the mesh.
+    # on the mesh, and then for one that is.
     state = dataclasses.replace(state, steps=constrain(state.steps, run.mesh, REPLICATED))
     return run_chunk(run, state, arrivals, steps, mode, key_impl)
 

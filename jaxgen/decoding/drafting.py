@@ -110,7 +110,7 @@ class DraftModel:
         return DraftState(read.cache.grow(run.capacity), wanted)
 
     def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
-        """Draft the wanted number of tokens for each row, or fewer if the row ends or the draft model is unsure."""
+        """Draft `state.wanted` tokens for each row, or fewer if the row ends or the draft model is unsure."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
         threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length

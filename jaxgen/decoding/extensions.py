@@ -120,8 +120,8 @@ class HostCalls:
 
     In an eager call to generate(), an exception in the function is stored in `error` and every row ends. At the end of
     an eager call, the number is released and no longer refers to the function. Under the caller's jit, the number is
-    never released, because the compiled program contains the number as a constant. An exception in the function then
-    surfaces as a JAX error.
+    never released, because the compiled program contains it as a constant. An exception in the function then surfaces
+    as a JAX error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):

@@ -205,7 +205,7 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens in one pass, and return the logits in one column per row or in all columns.
+    """Run all tokens in one pass, and return the logits for one column per row or for all columns.
 
     `column int32[rows]` contains each row's column; None means all columns. Each row's first new token goes into slot
     `start` of the cache. Without `start`, each row's new tokens are added after its cached tokens.

@@ -181,7 +181,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at `place int32[1]`. A prompt leaves the pool with its last sequence."""
+        """Take the next sequence of the prompt at `place int32[1]`. After its last one, the prompt leaves the pool."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))

@@ -36,7 +36,7 @@ class LayerRecording(RowState):
     __repr__ = short_repr
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
-        """Return the record, cut to prompts of `width` columns and to `new_tokens` new tokens.
+        """Return the record, trimmed to `width` prompt columns and `new_tokens` new tokens.
 
         In the result, `decode` has the steps on its first axis. Columns that pad prompts to a bucket are removed. For
         attention weights, `tokens` is the number of generated tokens to keep on the last axis; None for hidden states.

@@ -58,13 +58,13 @@ class Run:
             `Rows.options`.
         usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step
             applies only the options in `usual`, unless a live row needs more (`Rows.unusual`). If `usual` is not None,
-            rows without a grammar have the grammar state 0, and rows without stop strings have the stop-string state 0.
+            rows without a grammar are in grammar state 0, and rows without stop strings are in stop-string state 0.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
         draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only the model and
             drafting settings of `draft` are used, because tokens are chosen with the settings of the main run.
-        mesh: the mesh over which the parameters are divided, or None.
+        mesh: the mesh that the parameters are split across, or None.
     """
 
     params: Any

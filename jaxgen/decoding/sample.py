@@ -195,7 +195,7 @@ def draw_distinct(
         scores: float32[S, k, V].
         most: the maximum of `count`.
         count: int32[S], the number of entries to draw.
-        mesh: the mesh over which V is divided, or None.
+        mesh: the mesh that V is split across, or None.
 
     Returns:
         The scores of the drawn entries, float32[S, most], and the entries' indices, int32[S, most], both in the order

@@ -45,7 +45,7 @@ class Prompt:
         grammar: the automaton that the answers must follow, or None.
         stop_strings: the strings that end the answers, or None.
         logged: True if the prompt's results include log-probabilities.
-        top_logprobs: the number of most likely tokens whose log-probabilities are in the results.
+        top_logprobs: the number of most likely tokens in the results for each position, with log-probabilities.
         unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
     """
 
@@ -261,7 +261,8 @@ class Form:
     def request(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:
         """Return the prompts as a request without keys, padded with empty prompts to `rows` prompts.
 
-        `grammar` and `stops` contain each prompt's initial state in the tables of grammars and of stop strings.
+        `grammar` contains each prompt's initial state in the table of grammars, and `stops` contains each prompt's
+        initial state in the table of stop strings.
         """
         ids, mask = np.zeros((rows, self.width), np.int32), np.zeros((rows, self.width), bool)
         budget, unusual = np.zeros(rows, np.int32), np.zeros(rows, bool)

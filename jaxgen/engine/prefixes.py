@@ -33,10 +33,11 @@ class Claim:
 
 
 class Prefixes:
-    """An index of the chunks in a store with a fixed number of places. The least recently used chunks are evicted.
+    """An index of the chunks in a store of fixed capacity. The least recently used chunks are evicted.
 
-    Prompts are loaded onto the device in the order of calls to `enter`. A place can therefore be reassigned while
-    earlier prompts still have to copy its chunk. Earlier prompts copy a chunk before a later prompt overwrites it.
+    Prompts are loaded onto the device in the order of calls to `enter`. A place in the store can therefore be
+    reassigned while earlier prompts still have to copy its chunk. Earlier prompts copy a chunk before a later prompt
+    overwrites it.
 
     Args:
         places: the capacity of the store, in chunks; 0 for no store.

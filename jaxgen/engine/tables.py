@@ -17,7 +17,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass
 class _Part:
-    """An automaton in a table, its first state, and the number of prompts that use the automaton."""
+    """An automaton in a table, its first state, and the number of prompts that use it."""
 
     automaton: Any
     first: int

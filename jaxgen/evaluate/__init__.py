@@ -1,1 +1,1 @@
-"""Evaluation with lm-evaluation-harness. It requires the extra `eval`."""
+"""Evaluation with lm-evaluation-harness. It requires the `eval` extra."""

@@ -45,7 +45,7 @@ class ExportedPrograms:
                 file.writestr(f"{name}.bin", bytes(program))
 
     def params(self, params: Any) -> dict[str, jax.Array]:
-        """Return parameters as the programs accept them: a dict of arrays, keyed by their tensor names in a checkpoint.
+        """Return `params` as the dict that the programs accept: arrays, keyed by their tensor names in a checkpoint.
 
         Raises:
             InputError: the names, shapes or dtypes differ from those of the exported parameters.

@@ -58,8 +58,8 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
     """Export a function for arguments with the given shapes.
 
     Raises:
-        ConfigError: the function calls the host or a kernel that jax cannot export, or uses an operation that one of
-            the platforms lacks.
+        ConfigError: the function calls back to the host, calls a kernel that jax cannot export, or uses an operation
+            that one of the platforms lacks.
     """
     jitted = jax.jit(function)
     try:
@@ -98,7 +98,7 @@ def _without_tracebacks() -> Iterator[None]:
 
 
 def _callbacks(jaxpr: Any) -> set[str]:
-    """Return the names of the operations that call the host."""
+    """Return the names of the operations that call back to the host."""
     found = set()
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name:

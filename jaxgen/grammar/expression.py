@@ -128,7 +128,7 @@ def sequence(*items: Expression | str) -> Expression:
 
 
 def choice(items: Iterable[Expression | str]) -> Expression:
-    """Return a choice of expressions, or the expression itself if there is only one; a str matches itself."""
+    """Return an alternation of expressions, or the expression itself if there is only one; a str matches itself."""
     options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
     return options[0] if len(options) == 1 else Alternatives(options)
 

@@ -129,7 +129,7 @@ class StopStrings:
         return lax.fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
 
     def _span(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return where each id's bytes begin in `text`, and how many there are."""
+        """Return where each id's bytes begin in `text`, and how many bytes each id has."""
         vocab = self.offsets.shape[0] - 1
         known = (ids >= 0) & (ids < vocab)
         start, end = (self.offsets[jnp.clip(ids, 0, vocab - 1) + shift] for shift in (0, 1))

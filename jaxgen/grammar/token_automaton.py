@@ -245,7 +245,7 @@ class TokenAutomaton:
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-        """Return the states, int32[rows], after one of the `tokens int32[rows]` is appended to each row.
+        """Return the states, int32[rows], after one more token in each row; `tokens` is int32[rows].
 
         An eos token does not change the state. Any other token that is not allowed makes the state -1 permanently.
         """
@@ -316,9 +316,9 @@ def _token_table(
 
     States where `followed bool[S]` is False get no outgoing transitions; None means True for all states.
 
-    Every token has a function from states to states: the composition of the functions of its bytes. Many tokens share a
-    function, so each function is stored once, and tokens refer to it by its index. At each byte position, tokens with
-    the same function and the same next byte share one composition.
+    Every token defines a function from states to states: the composition of the functions of its bytes. Many tokens
+    share a function, so each function is stored once, and tokens refer to it by its index. At each byte position,
+    tokens with the same function and the same next byte share one composition.
     """
     lengths = np.array([len(token) for token in tokens])
     offsets = np.cumsum(lengths) - lengths

@@ -1,9 +1,9 @@
-"""Order statistics of scores without sorting them.
+"""Order statistics of scores, computed without sorting.
 
 Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only a threshold. This
 threshold is usually one of the highest scores, which can be found in a few passes over the scores. Otherwise, bisection
-finds the exact threshold. Floats are mapped to integers in the same order, and each pass over the scores determines one
-bit of the threshold, starting with the highest bit.
+finds the exact threshold. Floats are mapped to integers that sort in the same order, and each pass over the scores
+determines one bit of the threshold, starting with the highest bit.
 """
 
 from __future__ import annotations

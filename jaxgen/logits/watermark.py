@@ -1,12 +1,12 @@
 """The KGW watermark (arXiv 2301.10226, 2306.04634), which adds a bias to the scores of green tokens, and its detector.
 
-A token is green if an integer hash of the key, the context and the token is small enough.
-Marking therefore costs O(V), and the detector needs neither the model nor the vocabulary. The green lists differ from
-transformers', which come from torch's random generator and depend on the device. A mark can therefore be detected only
-by the library that made it. jaxgen's lists are the same on every backend, and must not change in later releases.
+A token is green if an integer hash of the key, the context and the token is small enough. Marking therefore costs O(V),
+and the detector needs neither the model nor the vocabulary. The green lists differ from transformers', which come from
+torch's random generator and depend on the device. A watermark can therefore be detected only by the library that made
+it. jaxgen's lists are the same on every backend, and must not change in later releases.
 
-The key has 32 bits and the hash is not cryptographic. Different keys make marks distinguishable, but do not prevent
-forgery.
+The key has 32 bits and the hash is not cryptographic. Different keys make watermarks distinguishable, but do not
+prevent forgery.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class WatermarkDetector:
     [False, False]
 
     Args:
-        config: the config used to mark the text, or its dict; only ratio, key, scheme and context width are used.
+        config: the config used to watermark the text, or its dict; only ratio, key, scheme and context width are used.
         bos_token_id: a token that is skipped at the start of a row.
-        ignore_repeated_ngrams: count each pair of context and token only once, so that repetition does not look like a
-            mark. (This argument has no effect in transformers 4.41.1.)
+        ignore_repeated_ngrams: count each pair of context and token only once, so that repetition is not mistaken for a
+            watermark. (This argument has no effect in transformers 4.41.1.)
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class WatermarkDetector:
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
-        """Test each row for the mark. If possible, pass only generated tokens, because prompts contain no mark.
+        """Test each row for the watermark. If possible, pass only generated tokens, as prompts are not watermarked.
 
         >>> ids, mask = out.generated((out.sequences, out.attention_mask))                    # doctest: +SKIP
         >>> detect(ids, mask).prediction                                                      # doctest: +SKIP

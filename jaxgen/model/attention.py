@@ -212,7 +212,7 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
 
 
 def _block_by_block(attend: Callable, q: jax.Array, visible: Visibility, size: int) -> jax.Array:
-    """Apply `attend(q, visible)` to `size` queries at a time. The gradient also recomputes one block at a time."""
+    """Apply `attend(q, visible)` to `size` queries at a time. For gradients, blocks are recomputed one at a time."""
     batch, heads, steps, width = q.shape
     size = min(size, steps)
 

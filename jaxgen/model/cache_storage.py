@@ -35,7 +35,7 @@ Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
-    """Return zeros `[n, K, S, H]`, in 8 bits if `int8` is True, otherwise in a cache's format for floats of `dtype`."""
+    """Return zeros `[n, K, S, H]`: 8-bit if `int8` is True, otherwise in the format that a cache of `dtype` uses."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, stored_dtype(dtype))
@@ -62,9 +62,9 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; skip slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head has its own scatter operation. XLA can
-    therefore write in place inside a loop, even if rows write to different slots. On a mesh, each device writes only
-    the rows and heads that it stores.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head is written by a separate scatter operation.
+    XLA can therefore write in place inside a loop, even if rows write to different slots. On a mesh, each device writes
+    only the rows and heads that it stores.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

@@ -1,4 +1,4 @@
-"""Fused projections: one matrix for q, k and v, and one for gate and up, so that a layer needs fewer products."""
+"""Fused projections for fewer matrix products per layer: one matrix for q, k and v, and one for gate and up."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ class LowRank(_Updated):
 class Adapters(_Updated):
     """A matrix with several low-rank updates. `Context.adapter` selects one update, or none, for each row of a batch.
 
-    One product multiplies all rows by all factors in `a`, so `a` is read only once and never copied for each row.
+    All rows are multiplied by all factors in `a` in a single matrix product, so `a` is read only once and never copied
+    for each row.
 
     Attributes:
         weight: `[F, D]`.
@@ -145,6 +146,6 @@ def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def adapter_count(params: Any) -> int:
-    """Return the number of adapters in `params` from which rows can choose; 0 if rows cannot choose."""
+    """Return the number of adapters in `params` that rows can choose from; 0 if rows cannot choose."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Adapters))
     return next((leaf.a.shape[0] for leaf in leaves if isinstance(leaf, Adapters)), 0)

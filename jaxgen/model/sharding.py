@@ -125,7 +125,7 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh over which the parameters are sharded, or None if there is no mesh or jit traces the parameters.
+    """Return the mesh over which the parameters are sharded, or None if they have no mesh or are traced by jit.
 
     Raises:
         InputError: the caller has set a mesh with Explicit axes, which jax cannot combine with a different mesh.
@@ -191,8 +191,8 @@ def sharded_top_k(
     `stable` is False, equal entries may be in any order.
 
     Returns:
-        The largest entries, and their positions, from 0 to n*V - 1. If `values` (shaped like `x`) is given, entries of
-        `values` at the same positions replace the largest entries of `x` in the result.
+        The largest entries, and their positions, from 0 to n*V - 1. If `values` (shaped like `x`) is given, its entries
+        at these positions are returned instead of the largest entries of `x`.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

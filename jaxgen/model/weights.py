@@ -1,4 +1,4 @@
-"""Weights as layers use them: plain arrays, or classes with a different representation, such as `LowRank`."""
+"""Weights as layers use them: plain arrays, or objects with a different representation, such as `LowRank`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Quantized(Weight, Protocol):
         ...
 
     def to_matrix(self) -> np.ndarray:
-        """Return the represented matrix as float32[n, D]; the weight must be stored in numpy arrays."""
+        """Return the matrix that the weight represents, as float32[n, D]; the weight must be stored in numpy arrays."""
         ...
 
 

@@ -26,10 +26,10 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, XLA uses a different library for matrix products on a CPU (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# With at most this many rows, a product on a CPU uses the weight as its left operand if the weight has more rows.
-# Without AMX, this order is faster for up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
+# With at most this many rows, a product on a CPU uses the weight as its left operand if the weight has more rows than
+# the other operand. Without AMX, this order is faster up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
 _SOME_ROWS = 32
-# Since jax 0.11, a product on a CPU with at most this many 16-bit rows is faster if the rows are the left operand,
+# Since jax 0.11, a product with at most this many 16-bit rows is faster on a CPU if the rows are the left operand,
 # unless a row is wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
@@ -85,9 +85,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute values long before they are used, so that the program must
-    store the values in the meantime. With jax 0.12.0.1, no early recomputation was observed. Here, recomputation must
-    wait for the gradient of the result. Forward-mode differentiation is not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute values long before they are used, so the program must store
+    them in the meantime. With jax 0.12.0.1, no early recomputation was observed. Here, recomputation must wait for the
+    gradient of the result. Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -140,7 +140,7 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """For a product on a CPU, return True if the weight is known to be on a single device; see `Context`.
+    """Return True if the weight of a product on a CPU is known to be on a single device; see `Context`.
 
     Under the caller's jit, the weight's placement is known only if jax presents the machine's CPU as a single device.
     """
@@ -207,8 +207,8 @@ def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
     XLA's CPU compiler leaves a plain sum of products to a library that is slow for these shapes. If each addition is
-    rounded, XLA generates its own code for the sum instead of using the library. Devices cannot combine partial sums
-    whose additions are rounded, so no axis of `x` may be split across a mesh.
+    rounded, XLA generates its own code for the sum instead of using the library. With this rounding, devices cannot
+    combine partial sums, so no axis of `x` may be split across a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
 
@@ -279,8 +279,8 @@ def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
     """Append a row of zeros to a single row, normalize both, and return the first.
 
-    XLA's GPU compiler recognizes a norm only if it has several rows. The compiler then fuses the norm with the
-    product after it, unless rows are concatenated before the norm or sliced after it.
+    XLA's GPU compiler recognizes a norm only if the norm's input has several rows. The compiler then fuses the norm
+    with the product after it, unless rows are concatenated before the norm or sliced after it.
     """
     is_first = jnp.arange(2)[:, None] == 0
     rows = plain(jnp.where(is_first, row, 0), weight)

@@ -20,7 +20,7 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
     """Return the prompts without their last tokens, and an automaton for texts that start with these tokens' bytes.
 
-    If the last token starts in the middle of a character, all tokens from the start of this character are removed. The
+    If the last token starts in the middle of a character, the earlier tokens of that character are removed too. The
     answer then starts with a whole character. A prompt stays unchanged if its last token has no text (like a special
     token) or is its only token. Columns before the removed tokens move right, so the width does not change.
 

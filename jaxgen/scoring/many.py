@@ -54,7 +54,7 @@ class _Group:
 
     Attributes:
         copies: the number of rows, which is the number of continuations rounded up to a power of two.
-        widths: two numbers of columns, one for the context and one for the longest continuation.
+        widths: the numbers of columns for the context and for the longest continuation.
     """
 
     context: tuple[int, ...]
@@ -70,7 +70,7 @@ class _Group:
 
 
 def _width(size: int) -> int:
-    """Return a continuation's number of columns: 1 for the last token, plus the rounded-up number of other tokens."""
+    """Return how many columns a continuation has: 1 for the last token, plus the rounded-up number of other tokens."""
     return 1 if size == 1 else 1 + _columns(size - 1)
 
 

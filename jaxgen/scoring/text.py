@@ -57,9 +57,9 @@ def score(
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
-        ids: int32[B, L], texts padded to one width.
+        ids: int32[B, L], texts padded to the same width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
-            `of="scores"`, pass the config passed to `generate`. An option's value for a prompt applies to all rows of
+            `of="scores"`, pass the same config as to `generate`. An option's value for a prompt applies to all rows of
             the prompt. If rows are not grouped by prompt, set `num_return_sequences=1` and pass one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution after all processors and warpers

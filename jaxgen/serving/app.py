@@ -253,7 +253,7 @@ class Service:
         return replies.whole(choices, replies.usage(answers, live.cached_tokens), scored)
 
     async def _deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield additions to answers, each with its answer's index, in groups that became available together."""
+        """Yield groups of additions that became available together, each addition with the index of its answer."""
         left = len(answers)
         if not live.asked.budget:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]

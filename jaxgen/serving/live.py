@@ -1,4 +1,4 @@
-"""The prompts of one request while the engine answers them."""
+"""Follow the prompts of one request while the engine answers them."""
 
 from __future__ import annotations
 

@@ -65,11 +65,12 @@ class Reader:
     A field that is invalid or unsupported raises an ApiError, a ValueError or a TypeError.
 
     Args:
-        cfg: the engine's config; `output_logprobs` must be set. Its `top_logprobs` is the maximum for requests.
+        cfg: the engine's config; `output_logprobs` must be set, and `top_logprobs` is the maximum that a request may
+            ask for.
         tokenizer: the model's tokenizer.
         width: the maximum number of tokens in a prompt.
         context: the maximum number of tokens in a prompt and its answer together.
-        entries: the maximum number of entries in an option that is a table of ids.
+        entries: the maximum number of entries in an option whose value is a table of ids.
     """
 
     def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):

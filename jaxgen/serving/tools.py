@@ -195,7 +195,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
     if parameters:
         try:
-            plain(parameters)  # rejects a schema that is not JSON, before the template or the grammar reads the schema
+            plain(parameters)  # rejects a schema that is not JSON, before the template or the grammar reads it
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}

@@ -20,7 +20,8 @@ import jinja2.visitor
 from jinja2 import nodes
 
 SECONDS = 1.0  # maximum CPU time; each million input characters adds `SECONDS` to the maximum
-# `LARGEST` is the maximum number of characters in one value or in the output, and `_ALL` in all values together.
+# `LARGEST` is the maximum number of characters in one value or in the output; `_ALL` is the maximum for all values
+# together.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300  # growth of `LARGEST` and `_ALL` per input character
 _STEPS = 32  # number of steps between two checks of the clock
@@ -30,8 +31,8 @@ _LARGEST_INTEGER = 100_000  # bits
 
 # These patterns find, in linear time, the format fields that are rejected because their output could be too large.
 # A field is rejected if it has a width of four digits, takes its width from an argument, or reads an attribute or item.
-# The pattern for "%" does not find the end of the name in "%(name)9s", which can contain any character. A text with
-# "%(" is therefore rejected if it contains four digits in a row.
+# The name in "%(name)9s" can contain any character, and the pattern for "%" does not find where the name ends. A text
+# with "%(" is therefore rejected if it contains four digits in a row.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -236,7 +237,8 @@ class _Namespace(jinja2.utils.Namespace):
 class _Counting(jinja2.visitor.NodeTransformer):
     """Adds counters to a template for loop iterations, macro calls, and operations that do not call the environment.
 
-    A comparison with a constant is cheap, and counts only as a step of the enclosing loop iteration or macro call.
+    A comparison with a constant is cheap, so it has no counter of its own, and adds only one step to the enclosing loop
+    iteration or macro call.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

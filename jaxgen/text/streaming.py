@@ -24,7 +24,7 @@ CONTEXT = 4
 
 
 class TextStream:
-    """Decoder for ids as they arrive. Together, `put` and `end` return what `tokenizer.decode` returns for all ids.
+    """Decodes ids as they arrive. Together, `put` and `end` return what `tokenizer.decode` returns for all ids.
 
     Text is held back while later tokens can still change it. A U+FFFD at the end may be an incomplete character. Byte
     tokens (`<0x..>`) are held back until a regular token follows, because one invalid byte turns all of them into

@@ -416,7 +416,7 @@ def check_tokenizer(tokenizer: object) -> None:
 
 
 def clean_up(text: str) -> str:
-    """Remove spaces with the replacements of HF's `clean_up_tokenization`, in HF's order."""
+    """Remove spaces using the same replacements as HF's `clean_up_tokenization`, in the same order."""
     for mark in (".", "?", "!", ","):
         text = text.replace(" " + mark, mark)
     text = text.replace(" ' ", "'")

@@ -115,8 +115,9 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # Each call adds consecutive tokens that are all special or all non-special, because ids follow the order of calls.
-    # In old releases of the library, `add_tokens` ignores `special`, so special tokens need `add_special_tokens`.
+    # Ids are assigned in the order of the calls, so each call adds a run of consecutive tokens that are all special or
+    # all non-special. In old releases of the library, `add_tokens` ignores `special`, so special tokens need
+    # `add_special_tokens`.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, in which special and other tokens alternate {len(runs)} times")

@@ -122,7 +122,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids that `text` adds after `before`. If a token would span both texts, `text` is encoded by itself."""
+    """Return the ids that `text` adds after `before`. If a token would span both, `text` is encoded separately."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:

@@ -107,7 +107,7 @@ def _matrices(params):
 
 @flax.struct.dataclass
 class TrainState:
-    """State that a training step updates.
+    """The state that a training step updates.
 
     Attributes:
         params: the trained parameters, in float32: the model's own parameters, or low-rank updates to them.
