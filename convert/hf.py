@@ -82,7 +82,7 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: `wanted`, or its own for a quantized weight or if `wanted` is None."""
+        """Return a tensor's dtype in memory: its own if `wanted` is None or the weight is quantized, else `wanted`."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -372,9 +372,9 @@ def _mismatch(
 ) -> list[str]:
     """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
-    Each problem begins with the weight's file in `tensors`, or with `source` if the file is unknown. `listed` contains
-    the names of all tensors in the checkpoint, including those in damaged files. A listed tensor is not reported as
-    missing. If `listed` is None, the names are unknown, and nothing is reported as missing.
+    Each problem begins with the file that `tensors` gives for the weight, or with `source` if the file is unknown.
+    `listed` contains the names of all tensors in the checkpoint, including those in damaged files. A listed tensor is
+    not reported as missing. If `listed` is None, the names are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
     dtypes, missing, shapes = [], [], []

@@ -88,7 +88,7 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def _means(array: Any, model: ModelConfig) -> Any:
-    """Average a weight or bias `[heads * H, ...]` within K groups of heads of size H; return float32 `[K * H, ...]`."""
+    """Average the heads of a weight or bias `[heads * H, ...]` in each of K groups; return float32 `[K * H, ...]`."""
     rest = array.shape[1:]
     groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

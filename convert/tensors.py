@@ -186,7 +186,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _open(file: Path) -> safe_open:
-    # Do not map the file: mapped pages count as the process's memory, and truncating the file would crash the process.
+    # Do not map the file: mapped pages count toward memory usage, and truncating the file would crash the process.
     return safe_open(file, framework="numpy", backend="pread")
 
 

@@ -66,7 +66,7 @@ def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
 
 
 def whole(text: str, least: int = 1 - 2**31) -> int:
-    """Parse an integer from `least` to 2**31 - 1."""
+    """Parse an integer in the range `least` to 2**31 - 1."""
     try:
         value = int(text)
     except ValueError as error:

@@ -47,8 +47,8 @@ class GenerateOutput:
         top_tokens: int32[B*R, N, n], the ids of the n most likely tokens.
         hidden_states: the hidden states of all layers, with `output_hidden_states`.
         attentions: the attention weights of all layers, with `output_attentions`.
-        cache: a `Continuation`: the ids and number of all tokens, and the keys and values of all but each row's last
-            token. None with `slots`.
+        cache: a `Continuation`: the ids of all tokens, their number, and the keys and values of all but the last token
+            of each row. None with `slots`.
         prompt_width: P, the width of the prompts in `sequences` (0 if `sequences` omits them); it is static.
     """
 

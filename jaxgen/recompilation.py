@@ -50,7 +50,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Form of a leaf: the abstract value of a jax array, or the shape and dtype (or Python type) of another leaf."""
+    """Form of a leaf: for a jax array, its abstract value; for any other leaf, its shape and dtype (or Python type)."""
 
     form: Hashable
 

@@ -67,7 +67,7 @@ _NOT_IN_FINGERPRINT = set(
 class _AnswerJob:
     """A validated request, created before the weights are read.
 
-    `lines` is empty if `chat` is set. `slots` is None unless the lines of --input are answered in slots.
+    `lines` is empty if `chat` is set. `slots` is None unless the lines of --input are processed in slots.
     """
 
     source: Checkpoint

@@ -279,7 +279,7 @@ class _Conversation:
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file; overwrite a file only if it has earlier turns of this conversation."""
+        """Write the conversation to a file; if the file exists, it must contain earlier turns of this conversation."""
         path = _path(name, "/save")
         exists = os.path.lexists(path)
         if exists and path not in self.own_files:

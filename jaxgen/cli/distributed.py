@@ -59,7 +59,7 @@ def is_joined() -> bool:
 
 
 def _end(*error: Any) -> None:
-    """End the process after an unexpected error, because jax would wait five minutes for the other processes."""
+    """End the process after an unexpected error; otherwise, jax would wait five minutes for the other processes."""
     sys.__excepthook__(*error)
     os._exit(FAILED)
 

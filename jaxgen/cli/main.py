@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             if distributed.is_joined():
                 sys.stdout.flush()
-                os._exit(status)  # jax would wait five minutes for the other processes
+                os._exit(status)  # jax would otherwise wait five minutes for the other processes
             return status
         finally:
             terminal.erase()

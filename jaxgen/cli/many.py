@@ -187,7 +187,7 @@ def _in_batches(
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
-    """Generate the answers to a batch of input lines; an answer that cannot continue ends early and raises no error."""
+    """Generate answers to a batch of input lines; answers that cannot continue end early, and no error is raised."""
     ids, mask = session.tokenizer.pad([line.ids for line in part])
     ids = ids * mask  # the tokenizer may pad with an id outside the model's vocabulary
     cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])

@@ -179,8 +179,8 @@ class GenerationConfig(GenerationOptions):
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
         `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. The
-        constructor and `replace` reject such ids. An option in `config` that the decode mode does not read causes a
-        warning only if `replace` sets the option later.
+        constructor and `replace` reject such ids. An option in `config` that the decode mode does not read causes no
+        warning unless `replace` sets it later.
 
         Raises:
             ConfigError: a field is unknown, or a value is not allowed.

@@ -49,7 +49,7 @@ class Kind:
     def parse(self, name: str, value: Any) -> Any:
         """Return the normal form of a value, with Python numbers where possible; equal values have equal forms.
 
-        If None stands for the default, `Option.parse` returns the default without calling this method.
+        If None stands for the default, `Option.parse` converts None to the default without calling this method.
 
         Raises:
             ConfigError: the value is not allowed.

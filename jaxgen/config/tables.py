@@ -186,7 +186,7 @@ class SequenceBias(_Table):
         return self.leaf(value)[0]
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a FrozenDict `{(id, ...): bias}`, or a pair of arrays for a traced value or one dict per prompt."""
+        """Return a FrozenDict `{(id, ...): bias}`; for a traced value or one dict per prompt, a pair of arrays."""
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:

@@ -44,7 +44,7 @@ class ContrastiveState:
         rows: one row per prompt.
         cache: the keys and values of all tokens, with k cache rows per prompt, one for each candidate.
         read: the model's output for each row's last token; its fields `cache`, `out` and `hidden` are None.
-        context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
+        context: float32[rows, W, D], the hidden states of each row's tokens after the final norm, as unit vectors.
     """
 
     rows: Rows
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Require as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
+        """Set the number of candidates to the largest `top_k`. `top_k` cannot be traced because it sets array sizes."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -159,7 +159,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
 
 
 def _directions(run: Run, read: Forward) -> jax.Array:
-    """Return hidden states of the stream with the prompt, scaled to length 1, float32[rows, T, D]. Zeros stay zeros."""
+    """Return hidden states of the stream with the prompt as unit vectors, float32[rows, T, D]. Zeros stay zeros."""
     assert read.hidden is not None
     hidden = guidance.conditional_part(run.cfg, read.hidden).astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))

@@ -68,7 +68,7 @@ def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
 
 
 def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
-    """Return the part of `x [streams * rows, ...]` for the stream with the prompt, `[rows, ...]`."""
+    """Return the part `[rows, ...]` of `x [streams * rows, ...]` that belongs to the stream with the prompt."""
     return split(cfg, x)[0]
 
 

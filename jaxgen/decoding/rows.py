@@ -122,7 +122,7 @@ class Rows(RowState):
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
     def fork(self, copies: int) -> Rows:
-        """Return `copies` sequences of each row, each with a different key."""
+        """Return `copies` sequences for each row, each with a different key."""
         forked = dataclasses.replace(self, keys=None).map_sequences(lambda x: repeat_rows(x, x.shape[0] * copies))
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 

@@ -160,7 +160,7 @@ def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
 
 
 def greedy(scores: jax.Array) -> jax.Array:
-    """Return each row's token with the highest score, int32[rows]. In a tie, the lowest id wins."""
+    """Return the highest-scoring token of each row, int32[rows]. In a tie, the lowest id wins."""
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 

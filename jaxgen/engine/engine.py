@@ -418,7 +418,7 @@ class Engine:
         return packed
 
     def _read(self, packed: jax.Array, version: int, begun: float) -> None:
-        """Deliver the results of a chunk that was started at the time `begun`."""
+        """Deliver the results of a chunk that was started at time `begun`."""
         happened = np.asarray(packed)
         with self._changed:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())

@@ -152,7 +152,7 @@ class Schedule:
     def arrivals(self) -> Arrivals | None:
         """Return the changes since the last chunk, or None if there are none.
 
-        Prompts are moved out of `waiting` as long as there are places for them.
+        Prompts are moved out of `waiting` as long as there is room for them.
         """
         cancelled = [self._cancelled.popleft() for _ in range(min(self.most, len(self._cancelled)))]
         for flight in cancelled:

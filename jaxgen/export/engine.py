@@ -94,7 +94,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 def _programs(
     params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the programs by name, and the shapes of the state. `values` are default inputs of `chunk`: no arrivals."""
+    """Return the programs by name, and the state's shapes. `values` are `chunk`'s default inputs, without arrivals."""
     names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ def integer_range(low: int | None, high: int | None) -> Expression:
 
 
 def _positive(low: int, high: int | None) -> Expression:
-    """Return the expression for the integers from `low`, which is at least 1, to `high`."""
+    """Return the expression for the integers from `low` (at least 1) to `high`."""
     if high is not None:
         return choice(_blocks(low, high))
     length = len(str(low))

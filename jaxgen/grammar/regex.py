@@ -183,7 +183,7 @@ class _Reader:
         return self.characters(self.cased(ranges))
 
     def cased(self, ranges: Ranges) -> Ranges:
-        """Return the characters and, if the flag i is set, their variants in the other case."""
+        """Return the characters and, if the flag i is set, all characters that differ from them only in case."""
         if "i" not in self.flags:
             return ranges
         ends = [last for _, last in ranges] + [LAST + 1]

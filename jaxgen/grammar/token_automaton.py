@@ -247,7 +247,7 @@ class TokenAutomaton:
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
         """Return the states, int32[rows], after one more token in each row; `tokens` is int32[rows].
 
-        An eos token does not change the state. Any other token that is not allowed makes the state -1 permanently.
+        An eos token does not change the state. Any other token that is not allowed sets the state to -1 permanently.
         """
         following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
         stays = state < 0

@@ -213,7 +213,7 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
 def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: jax.Array) -> jax.Array:
     """Add a sequence's `bias` to the score of its last token if the row ends with the sequence's other tokens.
 
-    The biases of one token add up; if one of them is -inf, the token is banned.
+    Biases for the same token are summed; if any of them is -inf, the token is banned.
 
     Args:
         scores: float32[rows, V].

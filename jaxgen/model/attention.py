@@ -44,7 +44,7 @@ class Part:
 
     Attributes:
         keys, values: each `[n, K, S, H]`, stored as in a `KVCache` of `dtype`. n divides B, and batch row b reads row
-            b // (B/n) of the part. One product processes all batch rows that read the same row of the part.
+            b // (B/n) of the part. One product covers all batch rows that read the same row of the part.
         dtype: the dtype of keys and values when read as floats; static.
     """
 
@@ -142,7 +142,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Process one block of queries at a time, skipping slots of the last part that follow the block's last query."""
+    """Process one block of queries at a time, skipping the last part's slots after the block's last query."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -276,7 +276,7 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 
 
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
+    """Where `mask bool[B, T, S]` is False, set the scores `[B, K, G, T, S]` to the lowest float32 number.
 
     The scores must already be scaled. If scores were scaled after masking, the scaled `_LOWEST` could be rounded in two
     different ways. The exponential of the difference between the two results would then overflow.
@@ -305,7 +305,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     """Multiply `x [B, A, T, ...]` (or `[B, K, G, T, ...]`) by `part [n, K, S, H]`; return float32[B, K, G, T, ...].
 
     Queries that read the same `[S, H]` matrix of `part` are stacked as the rows of one matrix. The rows are ordered
-    by head, so they stay on their devices if a mesh divides the heads.
+    by head, so they stay on their devices if a mesh splits the heads.
     """
     owners, kv_heads = part.shape[:2]
     batch, steps, last = x.shape[0], *x.shape[-2:]

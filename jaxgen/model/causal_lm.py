@@ -317,9 +317,9 @@ class CausalLM(nn.Module):
             context: information about the pass, used in multiplications by weights; see `Context`.
 
         Raises:
-            InputError: shapes do not fit, or a row's tokens would extend past the cache's end, start in its prefix, or
-                leave a gap. If the cache's new length is traced, a row that does not fit gets NaN logits instead, and
-                its tokens are not written.
+            InputError: shapes do not match, or a row's tokens would extend past the cache's end, start in its prefix,
+                or leave a gap. If the cache's new length is traced, a row that does not fit gets NaN logits instead,
+                and its tokens are not written.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")

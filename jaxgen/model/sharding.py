@@ -1,12 +1,12 @@
 """Sharding of parameters, caches and rows over the devices of a mesh.
 
-A mesh has two axes: `data` divides the rows of a batch, and `model` divides every matrix. XLA's partitioner derives all
-communication from these axes. Each layer needs a sum after `o_proj` and a sum after `down_proj`, as in Megatron-LM
-(arXiv 1909.08053), and the embedding needs one sum.
+A mesh has two axes: `data` splits the rows of a batch, and `model` splits every matrix. XLA's partitioner derives all
+communication from these axes. Each layer needs one all-reduce after `o_proj` and one after `down_proj`, as in
+Megatron-LM (arXiv 1909.08053), and the embedding needs one.
 
 If `model` is larger than the number of key-value heads, several devices store the same head. Arrays are therefore
 placed on another mesh of the same devices. `divide` splits the axis `model` into two axes: a smaller `model`, which
-divides the key-value heads, and `copies`, which replicates them.
+splits the key-value heads, and `copies`, which replicates them.
 """
 
 from __future__ import annotations

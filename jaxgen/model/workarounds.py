@@ -26,8 +26,8 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, XLA uses a different library for matrix products on a CPU (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# With at most this many rows, a product on a CPU uses the weight as its left operand if the weight has more rows than
-# the other operand. Without AMX, this order is faster up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
+# On a CPU, the weight is the left operand of a product if the other operand has at most this many rows, and fewer than
+# the weight. Without AMX, this order is faster up to 256 rows; with AMX, it is 1.6 times slower for 128 rows.
 _SOME_ROWS = 32
 # Since jax 0.11, a product with at most this many 16-bit rows is faster on a CPU if the rows are the left operand,
 # unless a row is wider than the result.
@@ -140,7 +140,7 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is known to be on a single device; see `Context`.
+    """For a product on a CPU, return True if the weight is known to be on a single device; see `Context`.
 
     Under the caller's jit, the weight's placement is known only if jax presents the machine's CPU as a single device.
     """

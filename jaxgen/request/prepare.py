@@ -196,7 +196,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of cache slots for cached tokens, and also for the prompts if they do not share cache rows."""
+    """Return the number of cache slots for cached tokens, plus those for the prompts unless they share cache rows."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:

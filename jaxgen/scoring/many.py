@@ -75,7 +75,7 @@ def _width(size: int) -> int:
 
 
 def _columns(size: int) -> int:
-    """Round `size` up to a power of two p, or to a multiple of p / 8 if `size` is above 256."""
+    """Round `size` up to a power of two, p. If `size` is above 256, round it up only to a multiple of p / 8."""
     # Above 256, the finer rounding adds few programs, because long texts are often cut into windows of equal length.
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step

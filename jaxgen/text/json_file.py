@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
-_DEEPEST = 200  # maximum levels of nesting
+_DEEPEST = 200  # maximum nesting depth
 _MOST = 500_000  # maximum number of opening brackets; a parsed list or object takes far more memory than its JSON text
 
 

@@ -61,7 +61,7 @@ class _Limits:
         self.deadline = time.thread_time() + self.seconds
 
     def counted(self, value: Any) -> Any:
-        """Count one step and the size of a value that the template created, and return the value."""
+        """Count one step, add the size of a value that the template created to the total, and return the value."""
         self.count(1)
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
@@ -235,7 +235,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Adds counters to a template for loop iterations, macro calls, and operations that do not call the environment.
+    """Rewrites a template to count loop iterations, macro calls, and operations that do not call the environment.
 
     A comparison with a constant is cheap, so it has no counter of its own, and adds only one step to the enclosing loop
     iteration or macro call.

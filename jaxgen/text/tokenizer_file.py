@@ -25,8 +25,8 @@ _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the 
 
 # Matches an escape, a character class or any other character. Escapes and classes contain no operators.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# The Rust library does not validate the table under the key `precompiled_charsmap`. A JSON file may write letters of
-# the key as escapes, such as `\u0070` for "p".
+# The Rust library does not validate the table under the key `precompiled_charsmap`. In a JSON file, letters of the key
+# may be written as escapes, such as `\u0070` for "p".
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
@@ -145,7 +145,7 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _is_explosive(pattern: str) -> bool:
-    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which can take exponential time."""
+    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated; matching can take exponential time."""
     inner = [False]  # for each open group, True if it contains `|`, `*`, `+` or `{`
     closed = False  # True if a group that contains `|`, `*`, `+` or `{` has just ended
     for token in _REGEX.findall(pattern):

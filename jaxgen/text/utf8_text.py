@@ -32,7 +32,7 @@ def encoded(source: str, text: str) -> bytes:
 
 
 def text_lines(source: str, data: bytes) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, each with its number, counted from 1.
+    """Return the lines that are not blank, each with its line number, starting from 1.
 
     Lines end only at `\\n` or `\\r\\n`; other separators, such as U+2028, are part of the text. A byte-order mark at
     the beginning is skipped.

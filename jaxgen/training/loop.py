@@ -140,7 +140,7 @@ class TrainBatch:
         ids: int32[R, T].
         labels: int32[R, T]. A label is the token's id, or -100 for tokens that do not contribute to the loss: padding,
             the first token of a text, and questions.
-        segments: int32[R, T], the number of the token's text within the row, counted from 1; 0 for padding at the end.
+        segments: int32[R, T], the number of the token's text within the row, starting from 1; 0 for padding at the end.
     """
 
     ids: jax.Array | np.ndarray

@@ -45,7 +45,7 @@ def answer_mask(lengths: jax.Array, width: int) -> jax.Array:
 
 
 def exclude_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
-    """Exclude from `mask` the rows where `rows bool[B]` is True, like DAPO for truncated answers (arXiv 2503.14476)."""
+    """Clear the rows of `mask` where `rows bool[B]` is True, as DAPO does for truncated answers (arXiv 2503.14476)."""
     return mask & ~rows[:, None]
 
 
