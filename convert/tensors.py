@@ -121,7 +121,7 @@ class DerivedTensor(Tensor):
     compute: Callable[[np.ndarray], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded only once, to the final dtype."""
+        """Return the values after a single rounding to the final dtype."""
         assert part is None, "the command reads whole tensors"
         return self.cast(self.compute(super().read(np.dtype(np.float32))), dtype or DTYPES[self.dtype])
 

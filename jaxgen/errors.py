@@ -84,7 +84,7 @@ def shown(value: object) -> str:
 def check_whole(
     name: str, value: Any, least: int = 1, most: int | None = None, error: type[JaxgenError] = InputError
 ) -> int:
-    """Return the whole number `value` as an int; raise TypeError for other types, or `error` if it is out of range."""
+    """Return `value` as an int. Raise TypeError if it is not a whole number, or `error` if it is out of range."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {shown(value)}")
     if value < least or (most is not None and value > most):

@@ -1,4 +1,4 @@
-"""Greedy search and sampling, which choose one token per row in each step from the row's scores."""
+"""Greedy search and sampling, which choose one token per row at each step, based on the row's scores."""
 
 from __future__ import annotations
 

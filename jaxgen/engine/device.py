@@ -30,7 +30,7 @@ _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_ar
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Everything that stays the same in all chunks of an engine. Parameters and tables may change.
+    """Everything that stays the same across all chunks of an engine. Parameters and tables may change.
 
     Attributes:
         form: the options that prompts may set.

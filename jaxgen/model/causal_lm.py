@@ -409,7 +409,7 @@ def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) 
 
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by its Hugging Face name, such as "model.embed_tokens.weight"."""
+    """Return the shape of every parameter, keyed by its Hugging Face name, such as "model.embed_tokens.weight"."""
     one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same shapes
     variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))

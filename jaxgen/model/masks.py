@@ -77,7 +77,7 @@ class Visibility:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
 
     def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last block repeats its last query."""
+        """Split `queries` and `first` into blocks `[blocks, B, size]`; the last block is padded with its last query."""
 
         def cut(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
