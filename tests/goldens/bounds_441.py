@@ -35,7 +35,10 @@ def draw_rows(vocab: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def write_bounds(out: pathlib.Path, seed: list[int]) -> None:
-    """Write rows of scores, and the tokens that each warper keeps for each value."""
+    """Write rows of scores, and the tokens that each warper keeps for each value.
+
+    The largest vocabulary is computed in float64: torch's float32 sums over so many tokens can be off by 2e-4.
+    """
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {"values": NUMBERS}
     for vocab in VOCABULARIES:
@@ -43,6 +46,7 @@ def write_bounds(out: pathlib.Path, seed: list[int]) -> None:
         counts = arrays[f"{vocab}_counts"] = np.array([1, 2, vocab - 1, vocab, vocab + 5], np.int32)
         for name, kind in WARPERS.items():
             values = counts.tolist() if name == "top_k" else NUMBERS.tolist()
-            kept = [torch.isfinite(kind(value)(None, torch.from_numpy(scores.copy()))).numpy() for value in values]
+            given = torch.from_numpy(scores).to(torch.float64 if vocab > 1024 else torch.float32)
+            kept = [torch.isfinite(kind(value)(None, given.clone())).numpy() for value in values]
             arrays[f"{vocab}_{name}"] = np.packbits(np.stack(kept), axis=-1)
     np.savez_compressed(out / "bounds.npz", **arrays)
