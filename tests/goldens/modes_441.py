@@ -196,7 +196,7 @@ def run_tokens(oracle: Oracle, ids: list[int], options: dict, double: bool = Fal
     out = generate(oracle, ids, options, double)
     # Prompt lookup can generate more tokens than requested.
     tokens = out.sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
-    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores, tokens, strict=False))
+    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores[: len(tokens)], tokens, strict=True))
     return None if banned else tokens
 
 
