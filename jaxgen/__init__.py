@@ -8,6 +8,7 @@ from jaxgen.version import __version__ as __version__
 TYPE_CHECKING = False  # type checkers assume that this is True; importing the name from typing would be slow
 
 _NAMES = {
+    "compile_cache": "enable_cache",
     "config.constraints": "DisjunctiveConstraint PhrasalConstraint",
     "config.generation_config": "GenerationConfig",
     "decoding.continuation": "Continuation",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         save_adapter as save_adapter,
         save_hf as save_hf,
     )
+    from jaxgen.compile_cache import enable_cache as enable_cache
     from jaxgen.config.constraints import (
         DisjunctiveConstraint as DisjunctiveConstraint,
         PhrasalConstraint as PhrasalConstraint,

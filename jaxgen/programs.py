@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,15 +46,12 @@ def _is_transformed() -> bool:
 class Programs:
     """A cache of compiled programs for eager calls. If memory maps are scarce, fewer programs are kept.
 
-    Attributes:
+    Args:
         most: the maximum number of programs.
-        directory: None, or a directory where programs for the default device are also saved, so that other processes
-            can load them. Set this only in a process that does not change jax's settings, such as the command `jaxgen`.
     """
 
     def __init__(self, most: int):
         self.most = most
-        self.directory: Path | None = None
         self._programs: OrderedDict[tuple, Callable] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -127,11 +124,8 @@ class Program:
         # `on_cpu` turns on compiler options, which are not allowed under jax.grad. If `cpu` is the only backend, every
         # program runs on a CPU, whatever its arguments are.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
-        # The form of a jax array is its `aval`. Checking for this attribute is faster than `isinstance`.
-        forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
-        stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
-        key = (self, structure, static, on_cpu, stored, tuple(forms))
-        return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static), self._donated))(*args, **traced)
+        key = (self, structure, static, on_cpu, tuple([_form(leaf) for leaf in leaves]))
+        return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static)))(*args, **traced)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
         """Return the result of `jax.jit(...).trace`. The arguments can be abstract shapes on any device."""
@@ -156,17 +150,16 @@ class Program:
 
 
 class _NewProgram:
-    """Placeholder that compiles or loads a program on the first call. The program then replaces the placeholder.
+    """Placeholder that compiles a program on the first call. The program then replaces the placeholder.
 
     Args:
         key: the program's key in `PROGRAMS`.
         function: a function returned by `jax.jit`.
-        donated: the names of the donated arguments.
     """
 
-    def __init__(self, key: tuple, function: Any, donated: tuple[str, ...]):
-        self._key, self._function, self._donated = key, function, donated
-        self._found: tuple[Callable, int] | None = None
+    def __init__(self, key: tuple, function: Any):
+        self._key, self._function = key, function
+        self._needed: int | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *args, **kwargs):
@@ -174,29 +167,15 @@ class _NewProgram:
         if _is_transformed():  # jit compiles a separate program
             return self._function(*args, **kwargs)
         with self._lock:
-            self._found = self._found or self._find(args, kwargs)
-        run, needed = self._found
+            if self._needed is None:
+                self._needed = bytes_taken(self._function.lower(*args, **kwargs).compile())
         devices = _devices(jax.tree.leaves((args, kwargs)))
         # With several processes, one process must not reject a call that the other processes start.
-        if needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
-            check_free("this call needs {}", needed, devices, lambda free: _REMEDY)
-        PROGRAMS.replace(self._key, run)
-        return run(*args, **kwargs)
-
-    def _find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        """Return a function that runs the program, and the number of bytes that it needs on each device."""
-        _, structure, static, on_cpu, stored, forms = self._key
-        if stored:
-            from jaxgen.program_files import read_or_compile  # imported here because most processes do not need it
-
-            forms = [f"{form} {getattr(form, 'weak_type', False)}" for form in forms]
-            made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
-            directory = cast(Path, PROGRAMS.directory)
-            compiled = read_or_compile(directory, default_device(), self._function, made_from, args, kwargs)
-            if compiled is not None:
-                return compiled, bytes_taken(compiled)
-        # When called with the same arguments, the function finds the program in jax's caches.
-        return self._function, bytes_taken(self._function.lower(*args, **kwargs).compile())
+        if self._needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
+            check_free("this call needs {}", self._needed, devices, lambda free: _REMEDY)
+        PROGRAMS.replace(self._key, self._function)
+        # When called with the same arguments, the function finds the compiled program in jax's caches.
+        return self._function(*args, **kwargs)
 
 
 def bytes_taken(compiled: jax.stages.Compiled) -> int:
@@ -219,14 +198,13 @@ def cpu_compiler_options() -> dict[str, Any]:
 
 
 def _form(leaf: Any) -> Hashable:
-    """Return the form of an argument that is not a jax array: everything about it that affects the program."""
-    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+    """Return the form of an argument: everything about its value that affects the program.
 
-
-def _is_elsewhere(leaves: list[Any]) -> bool:
-    """Return True if any array is stored on a device other than the default one."""
-    here = {default_device()}
-    return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
+    This is not an array's `aval`: on jax 0.12, the layout in it differs from that of an equal array if a program loaded
+    from a file has returned one of the two.
+    """
+    aval = getattr(leaf, "aval", leaf)  # faster than `isinstance`
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", type(leaf)), getattr(aval, "weak_type", False)
 
 
 def _runs_on_cpu(leaves: list[Any]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
     Args:
         key: the key of the new program. It consists of the `Program`, the structure of its arguments, its static
-            arguments, whether it is for a CPU, whether it may be stored in a file, and the form of each leaf.
+            arguments, whether it is for a CPU, and the form of each leaf.
         others: the keys of the programs that already existed.
         freed: the keys of the freed programs.
     """
@@ -50,23 +50,21 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Form of a leaf: for a jax array, its abstract value; for any other leaf, its shape and dtype (or Python type)."""
+    """Form of a leaf: its shape, its dtype (or Python type), and whether its type is weak."""
 
-    form: Hashable
+    form: tuple
 
     def __str__(self) -> str:
-        if not isinstance(self.form, tuple):
-            return str(self.form)
-        shape, kind = self.form
-        return f"{getattr(kind, '__name__', kind)}[{','.join(map(str, shape))}]"
+        shape, kind, weak = self.form
+        return f"{'weak ' * weak}{getattr(kind, '__name__', kind)}[{','.join(map(str, shape))}]"
 
 
 def _arguments(key: tuple) -> dict[str, Any]:
     """Return the arguments of a program by name, each as a tree with a `_Leaf` for each array."""
-    program, structure, static, on_cpu, is_stored, forms = key
+    program, structure, static, on_cpu, forms = key
     args, traced = jax.tree.unflatten(structure, [_Leaf(form) for form in forms])
     named = dict(zip(inspect.signature(program).parameters, args, strict=False))
-    return named | traced | dict(static) | {"on_cpu": on_cpu, "is_stored": is_stored}
+    return named | traced | dict(static) | {"on_cpu": on_cpu}
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
@@ -116,8 +114,6 @@ def _text(path: tuple[str, ...], name: str, new: Any, old: Any) -> str:
     one, other = _short(new), _short(old)
     if one != other:
         return f"{name} {one}, was {other}"
-    if isinstance(new, _Leaf) and isinstance(old, _Leaf) and type(new.form) is not type(old.form):
-        return f"{name} {one} of {'numpy, was of jax' if isinstance(new.form, tuple) else 'jax, was of numpy'}"
     return f"{name} is a different {one}"
 
 

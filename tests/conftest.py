@@ -16,8 +16,8 @@ os.environ.setdefault(
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
+from jaxgen import enable_cache
 from tests.support.slow_tests import Choice
 
 # Background jobs of a shell ignore Ctrl-C and Ctrl-\, and the processes that tests start would inherit that.
@@ -54,16 +54,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def programs(tmp_path_factory) -> dict[str, str]:
-    """Cache this run's programs on disk for other test files and processes; return the environment variables."""
+def programs(request, tmp_path_factory) -> dict[str, str]:
+    """Cache compiled programs on disk; return the environment variables that make other processes cache theirs.
+
+    This process's programs are kept for later runs, in pytest's own cache, which `--cache-clear` empties. Tests kill
+    some of the processes that they start, so programs of those are kept for this run only.
+    """
+    assert enable_cache(request.config.cache.mkdir("programs")) is not None
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # if an import compiled something, jax has noted that there is no cache
     environment = {name.upper(): str(value) for name, value in settings.items()}
-    os.environ.update(environment)  # for the processes that tests start
+    os.environ.update(environment)
     return environment
 
 

@@ -174,13 +174,14 @@ def test_an_engine(logged):
     ]
 
 
-def test_where_the_arrays_are(logged):
+def test_numpy_and_jax_arrays_share_a_program(logged):
     run = Program(lambda x: x + 1, "plus")
-    messages = logged(lambda: run(np.ones(2, np.float32)), lambda: run(jax.numpy.ones(2)), lambda: run(1.0))
+    weak = jax.numpy.asarray(1.0)
+    messages = logged(*(functools.partial(run, x) for x in (np.ones(2, np.float32), jax.numpy.ones(2), 1.0, weak)))
     assert messages == [
         "compiling plus",
-        "compiling plus: x float32[2] of jax, was of numpy",
         "compiling plus: x float[], was float32[2]",
+        "compiling plus: x weak float32[], was float[]",
     ]
 
 

@@ -148,14 +148,14 @@ def _serve(argv: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _device(options: Any) -> Iterator[None]:
     """Use the chosen device, and the compile cache if it is enabled; all modules must be imported first."""
-    from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
+    from jaxgen.compile_cache import enable_cache
 
     if not gc.isenabled():  # `__main__` disabled it
         gc.freeze()  # exempts the modules imported so far from garbage collection
         gc.enable()
     if getattr(options, "compile_cache", False):
-        keep_programs()
+        enable_cache()
     with use_device(options.device):
         yield
 

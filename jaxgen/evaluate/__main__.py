@@ -65,12 +65,12 @@ def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def _model(options: argparse.Namespace) -> type:
     """Return the class that the harness instantiates as the model."""
     from jaxgen.cli.answer import load_model, open_model
-    from jaxgen.cli.compile_cache import keep_programs
+    from jaxgen.compile_cache import enable_cache
     from jaxgen.evaluate.lm import JaxgenLM
     from jaxgen.text.tokenizer import Tokenizer
 
     if options.compile_cache:
-        keep_programs()
+        enable_cache()
     source = open_model(options, [] if options.adapter is None else [options.adapter])
 
     class Loaded(JaxgenLM):

@@ -1,0 +1,184 @@
+"""Store compiled programs on disk, so that later processes do not have to compile them again.
+
+jax's compilation cache decides what is stored and under which key. Its own files have no checksum unless zlib is the
+compressor, its limit on their size needs another package, and it never replaces a damaged file. `_Store` therefore
+takes the place of the class that reads and writes these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache  # jax has no public name for its store of files
+from jax._src.compilation_cache_interface import CacheInterface
+
+from jaxgen.errors import InputError, JaxgenWarning
+
+_LIMIT = 1 << 30  # maximum size in bytes, of the programs for all machines
+_LAYOUT = "3"  # version of the files: a checksum and what jax stores
+_CHECKSUM = hashlib.sha256
+_SIZE = _CHECKSUM().digest_size
+
+
+def enable_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
+    """Store the programs that this process compiles on disk, and load those that earlier processes have stored.
+
+    This sets jax's compilation cache, so the programs of your own `jax.jit` are stored too. Programs must still be
+    traced and lowered. The least recently used programs are removed when all of them together exceed 1 GB.
+
+    The programs are native code. Therefore nothing is stored, with a warning that gives the reason, if another user
+    owns the directory or can write to it. A damaged file causes a warning, and its program is compiled again.
+
+    Args:
+        directory: where to store programs, in a folder for this kind of machine. The default is `jaxgen/programs` in
+            `$XDG_CACHE_HOME` or `~/.cache`.
+
+    Returns:
+        The directory that contains the programs; None if nothing is stored. If jax already has a directory, that one.
+
+    Raises:
+        InputError: if `directory` is given and jax already has another one.
+    """
+    settings = jax.config.values
+    if not settings["jax_enable_compilation_cache"]:
+        return None
+    if (before := settings["jax_compilation_cache_dir"]) is not None:
+        if directory is not None and not Path(before).is_relative_to(Path(directory).absolute()):
+            raise InputError(f"jax already stores compiled programs in {before}: leave directory={directory!r} out")
+        return Path(before)
+    try:
+        root = _default_root() if directory is None else Path(directory).absolute()
+        own = root / _machine()
+        _create(own)
+        problem = _problem(own, root if directory is not None else root.parent)
+    except (OSError, RuntimeError) as error:  # `Path.home` raises the latter if the user has no home directory
+        problem = str(error)
+    if problem is None and not hasattr(compilation_cache, "_cache"):
+        problem = f"jax {jax.__version__} stores them in a way that this version of jaxgen does not know"
+    if problem is not None:
+        warnings.warn(f"compiled programs are not stored: {problem}", JaxgenWarning, stacklevel=2)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(own))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache._cache = _Store(own, root)
+    return own
+
+
+class _Store(CacheInterface):
+    """Files of compiled programs, each with a checksum. The least recently used ones are removed.
+
+    Args:
+        directory: the files of this kind of machine.
+        root: the directory whose size is limited.
+    """
+
+    def __init__(self, directory: Path, root: Path):
+        self._path = directory  # a name that jax expects
+        self._root = root
+
+    def get(self, key: str) -> bytes | None:
+        """Return what was stored for a key; None if there is nothing or if it is damaged."""
+        file = self._file(key)
+        try:
+            content = file.read_bytes()
+            os.utime(file)  # now it is the most recently used one
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(f"a program cannot be read and is compiled again: {error}")
+            return None
+        checksum, value = content[:_SIZE], content[_SIZE:]
+        if _CHECKSUM(value).digest() != checksum:
+            self._warn(f"{file} is damaged: its program is compiled again")
+            return None
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value atomically, because several processes may write the same file."""
+        file, part = self._file(key), None
+        try:
+            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
+                part = Path(stream.name)
+                stream.write(_CHECKSUM(value).digest() + value)
+            part.replace(file)
+            self._make_room()
+        except OSError as error:  # for example, the disk is full
+            if part is not None:
+                part.unlink(missing_ok=True)
+            self._warn(f"a program cannot be stored: {error}")
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}.program"
+
+    def _make_room(self) -> None:
+        """Remove the least recently used files until the rest take up at most `_LIMIT` bytes."""
+        kept = 0
+        for _, size, file in sorted(_files(self._root), reverse=True):
+            kept += size
+            if kept > _LIMIT:
+                file.unlink(missing_ok=True)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(text, JaxgenWarning, stacklevel=2)
+
+
+def _files(root: Path) -> Iterator[tuple[float, int, Path]]:
+    """Yield the time, the size and the path of each file below a directory."""
+    for folder, _, names in os.walk(root):
+        for file in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
+                found = file.stat()
+                yield found.st_mtime, found.st_size, file
+
+
+def _default_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "jaxgen" / "programs"
+
+
+def _machine() -> str:
+    """Return a name for the format of the files and for this CPU, whose instruction set compiled programs use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    kind = " ".join([_LAYOUT, platform.machine(), jax.__version__, *sorted(flags)])
+    return hashlib.sha256(kind.encode()).hexdigest()[:16]
+
+
+def _create(directory: Path) -> None:
+    """Create a directory and its missing parents, all of them for this user only."""
+    for folder in reversed([directory, *directory.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _problem(directory: Path, first: Path) -> str | None:
+    """Return why other users could change the files in a directory; None if they cannot, or if this is not POSIX.
+
+    Args:
+        directory: the directory of the files.
+        first: the first of its parents that must also be closed to the user's group.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    own = len(directory.parts) - len(first.parts) + 1
+    directory = directory.resolve()
+    for number, folder in enumerate([directory, *directory.parents]):
+        found = folder.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            return f"{folder} belongs to another user"
+        # Above, a home directory may be open to its owner's group, and /tmp lets others add but not replace entries.
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) if number < own else found.st_mode & stat.S_IWOTH
+        if others and (number < own or not found.st_mode & stat.S_ISVTX):
+            return f"other users can write to {folder}"
+    if not os.access(directory, os.W_OK):
+        return f"{directory} cannot be written"
+    return None

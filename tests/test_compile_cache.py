@@ -1,0 +1,199 @@
+"""Compiled programs on disk: what is stored is loaded, damage is found, and nobody else can write."""
+
+import os
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zstandard
+from jax._src import compilation_cache
+
+from jaxgen import InputError, JaxgenWarning, compile_cache, enable_cache
+
+SETTINGS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+
+
+@pytest.fixture
+def enable(tmp_path):
+    """Return a function that calls `enable_cache` as if in a new process."""
+    before, store = {name: jax.config.values[name] for name in SETTINGS}, compilation_cache._cache
+
+    def enable(root=tmp_path / "root"):
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+        return enable_cache(root)
+
+    yield enable
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache._cache = store
+
+
+@pytest.fixture
+def stored(enable):
+    """Return the only file of a cache that contains one program, that of `run`."""
+    run()  # everything that does not depend on `run`'s function is now compiled
+    directory = enable()
+    run()
+    (file,) = files(directory)
+    return file
+
+
+def run():
+    """Trace and compile a function, or load its program, and run it."""
+    return np.asarray(jax.jit(lambda x: jnp.sin(x) * 2.5)(np.arange(3.0, dtype=np.float32)))
+
+
+def files(root: Path):
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def test_stored_programs_are_loaded_and_count_as_used(enable, stored):
+    os.utime(stored, (1, 1))
+    enable()
+    np.testing.assert_allclose(run(), np.sin(np.arange(3)) * 2.5, rtol=1e-6)
+    assert files(stored.parent) == [stored]
+    assert stored.stat().st_mtime > 1
+
+
+@pytest.mark.parametrize("compressor", [zstandard, None], ids=["zstd", "zlib"])
+@pytest.mark.parametrize("at", [0.0, 0.01, 0.1, 0.3, 0.6, 0.999])
+def test_flipped_bits_are_found(enable, monkeypatch, compressor, at):
+    monkeypatch.setattr(compilation_cache, "zstandard", compressor)
+    run()
+    directory = enable()
+    expected = run()
+    (file,) = files(directory)
+    damaged = bytearray(file.read_bytes())
+    damaged[int(at * len(damaged))] ^= 4
+    file.write_bytes(damaged)
+    enable()
+    with pytest.warns(JaxgenWarning, match=f"{file.name} is damaged: its program is compiled again"):
+        np.testing.assert_array_equal(run(), expected)
+    assert files(directory) == [file]
+    enable()
+    run()  # now without a warning
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 31, bytes(64), b"no program" * 20])
+def test_other_damage_is_found(enable, stored, content):
+    stored.write_bytes(content)
+    enable()
+    with pytest.warns(JaxgenWarning, match="is damaged"):
+        assert run().shape == (3,)
+
+
+def test_a_file_that_cannot_be_read_or_written(enable, stored):
+    stored.unlink()
+    stored.mkdir()
+    enable()
+    with pytest.warns(JaxgenWarning) as caught:
+        assert run().shape == (3,)
+    texts = [str(warning.message) for warning in caught]
+    assert texts[0].startswith("a program cannot be read and is compiled again: [Errno ")
+    assert texts[1].startswith("a program cannot be stored: [Errno ")
+    assert [path.name for path in stored.parent.iterdir()] == [stored.name]  # no temporary file is left
+
+
+def test_the_least_recently_used_are_removed(tmp_path, monkeypatch):
+    own, other = tmp_path / "own", tmp_path / "other machine"
+    monkeypatch.setattr(compile_cache, "_LIMIT", 250)
+    for folder in (own, other):
+        folder.mkdir()
+        for number in range(3):
+            (folder / str(number)).write_bytes(b"x" * 100)
+            os.utime(folder / str(number), (number, number))
+    store = compile_cache._Store(own, tmp_path)
+    store.put("new", b"x" * (50 - compile_cache._SIZE))
+    assert [file.name for file in files(tmp_path)] == ["2", "2", "new.program"]
+    assert store.get("new") == b"x" * (50 - compile_cache._SIZE)
+
+
+class TestDirectory:
+    def test_it_is_for_the_user_only(self, enable, tmp_path):
+        mask = os.umask(0)
+        try:
+            directory = enable(tmp_path / "a" / "b")
+        finally:
+            os.umask(mask)
+        for folder in (directory, tmp_path / "a" / "b", tmp_path / "a"):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+    @pytest.mark.parametrize("which", ["root", "own"])
+    def test_others_can_write(self, enable, mode, which):
+        own = enable()
+        (own if which == "own" else own.parent).chmod(mode)
+        with pytest.warns(JaxgenWarning, match=r"programs are not stored: other users can write to .*root"):
+            assert enable() is None
+        assert jax.config.jax_compilation_cache_dir is None
+
+    @pytest.mark.parametrize(("mode", "accepted"), [(0o775, True), (0o1777, True), (0o777, False)])
+    def test_parents(self, enable, tmp_path, mode, accepted):
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home").chmod(mode)
+        if accepted:
+            assert enable(tmp_path / "home" / "root").is_dir()
+        else:
+            with pytest.warns(JaxgenWarning, match="other users can write to .*home$"):
+                assert enable(tmp_path / "home" / "root") is None
+
+    def test_another_owner(self, enable, monkeypatch):
+        own = enable()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+        monkeypatch.setattr(Path, "stat", _stat_of_owner(own.parent, os.getuid() + 7))
+        with pytest.warns(JaxgenWarning, match="root belongs to another user"):
+            assert enable() is None
+
+    def test_no_home(self, enable, monkeypatch):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", _no_home)
+        with pytest.warns(JaxgenWarning, match="programs are not stored: no home"):
+            assert enable(None) is None
+
+    def test_a_file_is_in_the_way(self, enable, tmp_path):
+        (tmp_path / "root").write_text("")
+        with pytest.warns(JaxgenWarning, match="programs are not stored: .*root"):
+            assert enable() is None
+
+    def test_the_default(self, enable, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert enable(None).parent == tmp_path / "jaxgen" / "programs"
+
+    def test_a_directory_that_jax_has(self, enable, tmp_path):
+        own = enable()
+        assert enable_cache() == enable_cache(tmp_path / "root") == own
+        with pytest.raises(InputError, match=r"jax already stores compiled programs in .*: leave directory="):
+            enable_cache(tmp_path / "other")
+
+    def test_a_cache_that_is_turned_off(self, enable):
+        jax.config.update("jax_enable_compilation_cache", False)
+        try:
+            assert enable() is None
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+
+    def test_another_jax(self, enable, monkeypatch):
+        monkeypatch.delattr(compilation_cache, "_cache")
+        monkeypatch.setattr(compilation_cache, "reset_cache", lambda: None)
+        with pytest.warns(JaxgenWarning, match="stores them in a way that this version of jaxgen does not know"):
+            assert enable() is None
+
+
+def _no_home():
+    raise RuntimeError("no home")
+
+
+def _stat_of_owner(owned: Path, owner: int):
+    real = Path.stat
+
+    def stat_of(self, **named):
+        found = real(self, **named)
+        uid = owner if self == owned else 0
+        return os.stat_result([*found[:4], uid, *found[5:10]])
+
+    return stat_of
