@@ -191,10 +191,9 @@ def program(name: str | None = None, **argnames: Iterable[str]) -> Callable[[Cal
     return functools.partial(Program, name=name, **argnames)
 
 
-@functools.cache
 def cpu_compiler_options() -> dict[str, Any]:
     """Return the options with which XLA's CPU compiler produces the fastest programs on this machine."""
-    return {"xla_cpu_prefer_vector_width": "512"} if "avx512f" in _cpu_flags() else {}
+    return {"xla_cpu_prefer_vector_width": "512"} if "avx512f" in cpu_flags() else {}
 
 
 def _form(leaf: Any) -> Hashable:
@@ -240,9 +239,11 @@ def _maps_are_scarce() -> bool:
         return False
 
 
-def _cpu_flags() -> set[str]:
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Return the names of the instruction sets that this machine's CPU has, as Linux reports them."""
     try:
         lines = (_PROC / "cpuinfo").read_text().splitlines()
     except OSError:
-        return set()
-    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+        return frozenset()
+    return frozenset(flag for line in lines if line.startswith("flags") for flag in line.split())

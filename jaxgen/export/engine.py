@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxgen.export.file import ExportedPrograms
 from jaxgen.export.lowering import PLATFORMS, check_export, description, exported, shapes_of
 from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatten
 from jaxgen.generation import extensions_of
+from jaxgen.model.context import Context
 from jaxgen.request.checks import check_call
 
 _STEPS = 8  # default number of steps in a chunk; the host can change it
@@ -100,7 +102,7 @@ def _programs(
     def run_of(params: dict[str, Any]) -> Any:
         tree = jax.tree.map(params.__getitem__, names)
         check_call(tree, cfg)
-        return engine.run(tree, {})
+        return dataclasses.replace(engine.run(tree, {}), context=Context(divided=False, portable=True))
 
     def open_state(params: dict[str, Any]) -> Any:
         arrivals = _arrivals(values, form)

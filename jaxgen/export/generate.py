@@ -121,7 +121,7 @@ def _program(
         check_call(tree, own)
         key = jax.random.wrap_key_data(inputs["key"], impl=KEYS) if "key" in inputs else None
         prepared = prepare(tree, own, CallInputs(inputs["ids"], key, inputs["attention_mask"]), extensions, eager=False)
-        run = dataclasses.replace(prepared.run, context=Context(divided=False))
+        run = dataclasses.replace(prepared.run, context=Context(divided=False, portable=True))
         budget = jnp.broadcast_to(jnp.minimum(inputs["max_new_tokens"], most), prepared.request.budget.shape)
         request = dataclasses.replace(prepared.request, budget=budget)
         out = output(prepared, loop.decode(run, request, prepared.mode))

@@ -15,10 +15,12 @@ class Context:
             compute a product.
         adapter: int32[B], the index of each row's adapter, or -1 for a row without an adapter; None if no row has an
             adapter.
+        portable: whether the program may run on a different kind of CPU, as an exported program may; static.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)
     adapter: jax.Array | None = None
+    portable: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 NO_CONTEXT = Context()

@@ -31,8 +31,9 @@ class Int8:
     """The matrix `values * scales[:, None]`.
 
     Usually, the values are converted to the dtype of the rows, without rounding. For 3 to 8 rows of 16-bit floats on a
-    CPU, this conversion would take longer than the product. Instead, the rows are converted to 8 bits. Each row becomes
-    one scale and, per channel, a pair of 8-bit numbers. A pair has 15 bits and is more precise than bfloat16.
+    CPU (1 to 8 rows if it has AMX), this conversion would take longer than the product. Instead, the rows are converted
+    to 8 bits. Each row becomes one scale and, per channel, a pair of 8-bit numbers. A pair has 15 bits and is more
+    precise than bfloat16.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
@@ -73,7 +74,7 @@ class Int8:
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
-        out: jax.Array = _product(rows, self.values, context.divided)  # pyright: ignore[reportAssignmentType]
+        out: jax.Array = _product(rows, self.values, context.divided, context.portable)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
@@ -82,11 +83,11 @@ class Int8:
         return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(rows: jax.Array, values: jax.Array, divided: bool | None, portable: bool) -> jax.Array:
     """Return `rows [n, D]` times the transposed `values int8[F, D]`, as float32[n, F]; differentiable in `rows`."""
     converted = functools.partial(_converted, divided=divided)
-    if workarounds.in_one_piece(divided) and workarounds.fits_lanes(*rows.shape):
+    if workarounds.multiplies_in_lanes(rows, values.dtype, divided, portable):
         on_cpu = workarounds.in_lanes
     elif rows.dtype == jnp.float32 or not at_most(rows.shape[0], _FEW_ROWS):
         on_cpu = functools.partial(workarounds.in_branch, converted)
@@ -95,11 +96,11 @@ def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Ar
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=converted)
 
 
-def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
-    return _product(rows, values, divided), (values, rows[:0])
+def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None, portable: bool):
+    return _product(rows, values, divided, portable), (values, rows[:0])
 
 
-def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     """Differentiate with respect to the rows, in the rows' dtype; the integer `values` have no gradient."""
     values, like = operands
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, Context(divided))

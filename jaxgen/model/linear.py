@@ -31,7 +31,7 @@ def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_C
     """Return `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F]."""
     if isinstance(weight, Weight):
         return weight.product(rows, context)
-    return _product(rows, weight, context.divided)
+    return _product(rows, weight, context.divided, context.portable)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
@@ -47,20 +47,20 @@ def precision(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(rows: jax.Array, weight: jax.Array, divided: bool | None, portable: bool) -> jax.Array:
     """Multiply using the platform's implementation; the gradient multiplies in the operands' dtype, as in torch.
 
     jax's default gradient would convert the 16-bit factor to float32, the dtype of the result's gradient.
     """
-    return workarounds.product(_plain, rows, weight, divided)
+    return workarounds.product(_plain, rows, weight, divided, portable)
 
 
-def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):
-    return _product(rows, weight, divided), (rows, weight)
+def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None, portable: bool):
+    return _product(rows, weight, divided, portable), (rows, weight)
 
 
-def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     rows, weight = operands
     change = change.astype(weight.dtype)
     to_rows, to_weight = _contract(change, weight, 1, 0), _contract(change, rows, 0, 0)

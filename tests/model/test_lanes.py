@@ -1,3 +1,4 @@
+import functools
 import re
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 
 from jaxgen.model import workarounds
 from jaxgen.model.context import Context
+from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import linear
 
 # Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, and of Llama 1B and 8B.
@@ -102,11 +104,33 @@ def test_gradients():
     np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], rtol=0.02, atol=0.05)
 
 
-def test_only_a_cpu_multiplies_in_lanes():
+def test_only_a_cpu_multiplies_in_lanes(monkeypatch):
+    monkeypatch.setattr(workarounds, "cpu_flags", lambda: {"avx512f"})
     x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
     for platform in ("cpu", "cuda", "tpu"):
         # None (unknown) counts as divided if there are several CPU devices, as in the tests.
         for divided in (False, True, None):
             traced = jax.jit(linear).trace(x, weight, None, Context(divided))
             program = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert ("reduce_precision" in program) == (platform == "cpu" and divided is False)
+            in_lanes = "reduce_precision" in program and "dot_general" not in program
+            assert in_lanes == (platform == "cpu" and divided is False)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("flags", [set(), {"amx_bf16"}, {"amx_int8"}, {"amx_bf16", "amx_int8"}])
+def test_a_cpus_unit_for_matrices_is_preferred(rows, dtype, flags, monkeypatch):
+    """The rows become the right operand, of 16 bits or of pairs of 8 bits, unless the program may run elsewhere."""
+    monkeypatch.setattr(workarounds, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(workarounds, "_ROWS_FIRST", 0)
+    x, weight = jnp.ones((rows, 128), jnp.float16 if dtype == "float16" else jnp.bfloat16), jnp.ones((40, 128), dtype)
+    if dtype == "int8":
+        weight = Int8(weight, jnp.ones(40), jnp.bfloat16)
+    has_unit = {"bfloat16": "amx_bf16", "int8": "amx_int8"}.get(dtype) in flags
+    bits, count = ("xi8", 2 * rows) if dtype == "int8" else ("xbf16", 2)
+    in_unit = rf"dot_general .*\(tensor<40x128{bits}>, tensor<{count}x128{bits}>\)"
+    for portable in (False, True):
+        run = jax.jit(functools.partial(linear, context=Context(False, portable=portable)))
+        program = run.trace(x, weight).lower(lowering_platforms=("cpu",)).as_text()
+        assert bool(re.search(in_unit, program)) == (has_unit and not portable)
+        np.testing.assert_array_equal(run(x, weight), np.full((rows, 40), 128.0))
