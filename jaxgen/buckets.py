@@ -12,6 +12,11 @@ def prompt_bucket(width: int) -> int:
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 
 
+def rows_bucket(prompts: int) -> int:
+    """Round a number of prompts up to 1, 4, 8, 16, 32, ..."""
+    return prompts if prompts == 1 else power_of_two(prompts, 4)
+
+
 def capacity_for(new_tokens: int, recorded: bool) -> int:
     """Round up the number of new tokens, in finer steps if values are recorded for each token."""
     return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,11 +27,11 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
-from jaxgen.output import GenerateOutput, output, raise_failures
+from jaxgen.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
-from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_watched, run_whole
+from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
@@ -128,10 +129,11 @@ def _generate(
         inputs, allowed = heal(cfg, inputs, allowed, tokenizer)
     with _allowed(allowed, cfg, eager=not traced) as (computed, calls):
         extensions = dataclasses.replace(extensions, allowed=computed)
-        prepared = prepare(params, cfg, inputs, extensions, eager=not traced, assistant=draft)
+        prepared = partial(prepare, params, cfg, inputs, extensions, assistant=draft)
         if traced:
-            return output(prepared, loop.decode(prepared.run, prepared.request, prepared.mode))
-        return _run(prepared, streamer, cfg.max_time, calls)
+            call = prepared(eager=False)
+            return output(call, loop.decode(call.run, call.request, call.mode))
+        return run_fitting(partial(prepared, eager=True), lambda call: _run(call, streamer, cfg.max_time, calls))
 
 
 @with_hints
@@ -165,11 +167,16 @@ def prefill(
     if not is_traced(cfg):  # merge per-prompt eos ids, because `cfg` may be meant for a later call with more prompts
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
-    traced = is_traced(params, cfg, inputs) or under_jit()
-    prepared = prepare(params, cfg, inputs, Extensions(), eager=not traced)
-    if not traced:
-        check_call_memory(prepared.run, prepared.request.ids.shape[1])
-    return (loop.continuation_of if traced else prefill_only)(prepared.run, prepared.request)
+    prepared = partial(prepare, params, cfg, inputs, Extensions())
+    if is_traced(params, cfg, inputs) or under_jit():
+        call = prepared(eager=False)
+        return loop.continuation_of(call.run, call.request)
+
+    def run(call: Prepared) -> Continuation:
+        check_call_memory(call.run, call.request.ids.shape[1])
+        return cut_continuation(call, prefill_only(call.run, call.request))
+
+    return run_fitting(partial(prepared, eager=True), run)
 
 
 def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:

@@ -15,8 +15,12 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
+class NotEnoughMemory(InputError):
+    """A call needs more memory than is free."""
+
+
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
-    """Raise an `InputError` unless each device has `needed` free bytes. All CPU devices share the same memory.
+    """Raise `NotEnoughMemory` unless each device has `needed` free bytes. All CPU devices share the same memory.
 
     The error message begins with `what`, with {} replaced by the required size. `remedy` maps the free bytes per device
     to a suggestion.
@@ -26,7 +30,7 @@ def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[
     count, where = (len(local), "") if device.platform == "cpu" else (1, f" on {device}")
     free = free_bytes(device)
     if free is not None and needed * count > free:
-        raise InputError(
+        raise NotEnoughMemory(
             f"{what.format(size_text(needed * count))}, but only {size_text(free)} is free{where}: try "
             f"{remedy(free // count)}"
         )

@@ -18,6 +18,7 @@ from jaxgen.decoding.stop_reasons import FAILURES, StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
+from jaxgen.request.rounding import cut_prompts
 
 T = TypeVar("T")
 
@@ -221,6 +222,7 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
     """
     eager = isinstance(prepared.ids, np.ndarray) and isinstance(prepared.mask, np.ndarray) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
+    decoded = _cut_prompts(prepared, decoded)
     rows, new_tokens = decoded.lengths.shape[0], prepared.new_tokens
 
     def on_host(x: Any) -> Any:
@@ -262,3 +264,22 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         cache=decoded.continuation,
         prompt_width=prepared.ids.shape[1],
     )
+
+
+def _cut_prompts(prepared: Prepared, decoded: Decoded) -> Decoded:
+    """Drop the rows of additional prompts."""
+    if not prepared.has_more_prompts:
+        return decoded
+    continuation = decoded.continuation and cut_continuation(prepared, decoded.continuation)
+    decoded = dataclasses.replace(decoded, continuation=None)
+    decoded = jax.device_put(cut_prompts(decoded, prepared.prompts, prepared.run.sizes.prompts))
+    return dataclasses.replace(decoded, continuation=continuation)
+
+
+def cut_continuation(prepared: Prepared, continuation: Continuation) -> Continuation:
+    """Drop the rows of additional prompts, except in the keys and values, which would have to be copied."""
+    if not prepared.has_more_prompts:
+        return continuation
+    small = continuation.tokens, continuation.count
+    tokens, count = jax.device_put(cut_prompts(small, prepared.prompts, prepared.run.sizes.prompts))
+    return dataclasses.replace(continuation, tokens=tokens, count=count)

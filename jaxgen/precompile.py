@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from jaxgen.generation import extensions_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
-from jaxgen.request.driver import compile_for
+from jaxgen.request.driver import compile_for, run_fitting
 from jaxgen.request.memory import check_call_memory
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.request.prepare import CallInputs, Prepared, prepare
 
 
 def warmup(
@@ -77,10 +78,15 @@ def warmup(
     for width, length in itertools.product(sorted(columns), sorted(capacities)):
         sized = cfg.replace(max_new_tokens=length)
         inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
-        prepared = prepare(params, sized, inputs, extensions, eager=True, assistant=draft)
-        check_call_memory(prepared.run, width)
-        compile_for(prepared, streaming or cfg.max_time is not None)
+        watched = streaming or cfg.max_time is not None
+        call = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
+        run_fitting(call, partial(_compile, width=width, watched=watched))
     return len(columns) * len(capacities)
+
+
+def _compile(prepared: Prepared, width: int, watched: bool) -> None:
+    check_call_memory(prepared.run, width)
+    compile_for(prepared, watched)
 
 
 def _sizes(name: str, given: Iterable[int]) -> list[int]:

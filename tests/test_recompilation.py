@@ -157,7 +157,7 @@ def test_a_stream(logged):
     messages = logged(call(streamer=Collector()), call(np.full((2, 3), 7), streamer=Collector()))
     names = ["generate (prefill)", "generate (steps)", "generate (end)"]
     assert messages[:3] == [f"compiling {name}" for name in names]
-    assert messages[4].startswith("compiling generate (steps): prompts 2, was 1; state.rows.")
+    assert messages[4].startswith("compiling generate (steps): prompts 4, was 1; state.rows.")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values. On a mesh, any rows after the first B are padding.
+        kv: keys and values. Any rows after the first B are padding, for prompts that were added to round their number.
         tokens: int32[B, W], the ids of each row's tokens in order. Tokens given as embeddings have the id `UNKNOWN`.
             None if the ids are not known, as in a cache filled by `CausalLM`.
         count: int32[B], the number of tokens in each row. `kv` contains one token fewer if the model has not yet
@@ -57,7 +57,7 @@ class Continuation:
         return last, self.count > self.kv.total_length[: self.rows]
 
     def without_padding(self) -> Continuation:
-        """Return the continuation without the rows that pad the batch for a mesh."""
+        """Return the continuation without the padding in `kv`."""
         return self if self.kv.rows == self.rows else self.reorder(jnp.arange(self.rows))
 
     def crop(self, length: jax.Array | int) -> Continuation:

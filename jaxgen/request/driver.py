@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,12 @@ from jaxgen.decoding.loop import Decoded, Mode
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.memory import NotEnoughMemory
 from jaxgen.programs import Program, program
 from jaxgen.request.prepare import Prepared
+from jaxgen.request.rounding import cut_prompts
+
+T = TypeVar("T")
 
 
 class Streamer(Protocol):
@@ -67,6 +72,20 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 
 
+def run_fitting(prepare: Callable[..., Prepared], run: Callable[[Prepared], T]) -> T:
+    """Run a call with the number of prompts rounded up or, if this does not fit into memory, with that number itself.
+
+    `prepare(more_prompts=...)` prepares the call.
+    """
+    prepared = prepare(more_prompts=True)
+    try:
+        return run(prepared)
+    except NotEnoughMemory:
+        if not prepared.has_more_prompts:
+            raise
+    return run(prepare(more_prompts=False))
+
+
 def compile_for(prepared: Prepared, watched: bool) -> None:
     """Generate one token, to compile the programs that `run_whole` or `run_watched` needs for similar calls."""
     run, mode = prepared.run, prepared.mode
@@ -92,14 +111,17 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
         """Pass new tokens to the streamer. Return True if all rows have ended."""
         nonlocal before
         seen = jax.device_get(progress)
+        if prepared.has_more_prompts:
+            rows = cut_prompts((seen.tokens, seen.lengths, seen.ended), prepared.prompts, run.sizes.prompts)
+            seen = loop.Progress(*rows, seen.steps, seen.finished)
         if streamer is not None:
             _stream(streamer, by_row, before, seen)
         before = seen
         return bool(seen.finished)
 
+    state, progress = _start(run, prepared.request, mode=mode)
     if streamer is not None and not by_row:
         cast(Streamer, streamer).put(prepared.ids)
-    state, progress = _start(run, prepared.request, mode=mode)
     finished, late = show(progress), False
     while not (finished or late):
         late = deadline is not None and time.monotonic() > deadline

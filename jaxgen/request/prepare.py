@@ -41,6 +41,7 @@ from jaxgen.request.checks import (
     warn_infeasible,
 )
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
+from jaxgen.request.rounding import add_prompts, rounded_prompts, widen
 from jaxgen.shapes import repeat_rows
 
 
@@ -79,6 +80,16 @@ class Prepared:
     width: int
     new_tokens: int
 
+    @property
+    def prompts(self) -> int:
+        """The number of prompts as passed, B."""
+        return self.mask.shape[0]
+
+    @property
+    def has_more_prompts(self) -> bool:
+        """True if the number of prompts is rounded up."""
+        return self.run.sizes.prompts != self.prompts
+
 
 def prepare(
     params,
@@ -88,12 +99,13 @@ def prepare(
     *,
     eager: bool,
     assistant: Assistant | None = None,
+    more_prompts: bool = True,
 ) -> Prepared:
     """Check a call, and return the inputs of the loop.
 
-    In an eager call, the prompt width and the number of new tokens are rounded up, so that a few programs serve all
-    calls. Prompts are padded on the left; the program left-aligns them. Inside the caller's own `jax.jit`, sizes are
-    not rounded up.
+    In an eager call, the prompt width, the number of new tokens and, with `more_prompts`, the number of prompts are
+    rounded up, so that a few programs serve all calls. Prompts are padded on the left; the program left-aligns them.
+    Inside the caller's own `jax.jit`, sizes are not rounded up.
 
     Raises:
         InputError, ConfigError, TypeError: the call is not valid.
@@ -122,13 +134,14 @@ def prepare(
     new_tokens, budget = _budget(cfg, mask, cached, room, extensions, eager)
     given = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
-    capacity = new_tokens
+    capacity, rounded = new_tokens, prompts
     if eager:
         capacity = capacity_for(new_tokens, recorded=cfg.records)
+        rounded = rounded_prompts(cfg, prompts, cache, extensions, mesh) if more_prompts else prompts
         ids, mask, embeds, negative_ids, negative_mask = jax.tree.map(
-            _widened, (ids, mask, embeds, negative_ids, negative_mask)
+            widen, (ids, mask, embeds, negative_ids, negative_mask)
         )
-    sizes, context = Sizes(prompts, capacity, slots, needs), Context(mesh is not None if eager else None)
+    sizes, context = Sizes(rounded, capacity, slots, needs), Context(mesh is not None if eager else None)
     run = Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh)
     if assistant is not None or run.cfg.assistant_early_exit is not None:
         run = with_draft(run, assistant)
@@ -138,6 +151,9 @@ def prepare(
     stops = None if extensions.stop_strings is None else extensions.stop_strings.start
     request = Request(ids, mask, budget, options, grammar, stops, key=key, cache=cache, embeds=embeds)
     request = dataclasses.replace(request, negative_ids=negative_ids, negative_mask=negative_mask)
+    if rounded > prompts:
+        request, extensions = add_prompts(request, extensions, rounded)
+        run = dataclasses.replace(run, extensions=extensions)
     return Prepared(mode, run, request, *given, width, new_tokens)
 
 
@@ -184,13 +200,6 @@ def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     """Return the number of cached tokens before each prompt, as int32[B]."""
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
-
-
-def _widened(x: Array) -> Array:
-    """Pad `x [B, P, ...]` on the left, up to the next bucket."""
-    padding = [(0, 0)] * x.ndim
-    padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
-    return np.pad(x, padding)
 
 
 def _slots(

@@ -54,7 +54,7 @@ def per_prompt_options() -> dict[str, dict]:
 def call(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) -> Prepared:
     key = jax.random.key(3) if cfg.do_sample else None
     given = CallInputs(IDS, key, attention_mask=MASK, **inputs)
-    return prepare(PARAMS, cfg, given, extensions or Extensions(), eager=True)
+    return prepare(PARAMS, cfg, given, extensions or Extensions(), eager=True, more_prompts=False)
 
 
 def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) -> None:

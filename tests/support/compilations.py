@@ -21,6 +21,21 @@ def compilations():
     counted.append(len(COMPILED) - before)
 
 
+@contextlib.contextmanager
+def listening(event: str, found: list[str]):
+    """Append to `found` each time jax records the event."""
+
+    def listen(name: str, **_):
+        if name == event:
+            found.append(name)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
 def compiled_by_other_values(run: Callable, cfg, **options: Callable) -> int:
     """Return how many programs are compiled by 29 calls of `run(cfg, prompts)` that follow a first call.
 

@@ -17,10 +17,13 @@ MESH = divide(counting.CFG.model, Mesh(np.array(jax.devices()[:2]), ("data",)))
 
 
 def prepared(prompts, cfg=counting.CFG, params=counting.PARAMS, extensions=None, eager=False, **inputs) -> Prepared:
-    """Prepare a call. If `eager` is False, its arrays have exactly the prompts' width and `max_new_tokens` steps."""
+    """Prepare a call without additional prompts.
+
+    If `eager` is False, its arrays have exactly the prompts' width and `max_new_tokens` steps.
+    """
     ids, mask = left_pad(prompts)
     given = CallInputs(**{"ids": ids, "attention_mask": mask, **inputs})
-    return prepare(params, cfg, given, extensions or Extensions(), eager=eager)
+    return prepare(params, cfg, given, extensions or Extensions(), eager=eager, more_prompts=False)
 
 
 def begun(given: Prepared) -> tuple[Tokens, Rows]:
