@@ -32,8 +32,8 @@ def usable_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             unknown.append(one_line(str(name), 100) + (f" (did you mean {near[0]}?)" if near else ""))
         elif option.refused and option.is_given(option.parse(value)) and value not in option.offered:
             notes.append(f"{name}={shown(value)} is ignored: it does not change the generated tokens")
-        elif option.modes == (SAMPLE,) and not config.get("do_sample") and (fault := _fault(name, value)):
-            notes.append(f"{name}={shown(value)} is ignored, because do_sample is not true; otherwise: {fault}")
+        elif option.modes == (SAMPLE,) and not config.get("do_sample") and not _is_valid(name, value):
+            notes.append(f"{name}={shown(value)} is ignored: only sampling reads it, and do_sample is not true")
         else:
             fields[name] = value
     if unknown:
@@ -41,9 +41,9 @@ def usable_options(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     return fields, notes
 
 
-def _fault(name: str, value: Any) -> str | None:
+def _is_valid(name: str, value: Any) -> bool:
     try:
         OPTIONS[name].parse(value)
-    except JaxgenError as error:
-        return str(error)
-    return None
+    except JaxgenError:
+        return False
+    return True

@@ -340,7 +340,7 @@ def test_unknown_options_of_a_file_are_named_in_one_warning():
 
 def test_invalid_sampling_options_of_a_file_count_only_with_sampling():
     for greedy in ({}, {"do_sample": False}, {"num_beams": 2}):
-        with pytest.warns(JaxgenWarning, match="temperature=0.0 is ignored, because do_sample is not true"):
+        with pytest.warns(JaxgenWarning, match=r"temperature=0\.0 is ignored: only sampling reads it, and do_sample"):
             cfg = GenerationConfig.from_hf({**greedy, "temperature": 0.0, "top_p": 0.5})
         assert (cfg.temperature, cfg.top_p) == (1.0, 0.5)
     with pytest.raises(ConfigError, match="temperature must be > 0"):
