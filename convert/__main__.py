@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
-from jaxgen.errors import ConfigError, JaxgenError, one_line
+from jaxgen.errors import ConfigError, JaxgenError, JaxgenWarning, one_line
 from jaxgen.model.quantization import CHOICES, all_built_in
 
 PROGRAM = "python -m convert"
@@ -30,12 +31,15 @@ PROGRAM = "python -m convert"
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, with the same codes as `jaxgen.cli.main.main`."""
     try:
-        options = _parse(words)
-        if options.list:
-            list_tensors(Path(options.source))
-            status = 0
-        else:
-            status = convert(options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", JaxgenWarning)
+            warnings.showwarning = lambda message, *_: print(f"{PROGRAM}: warning: {message}", file=sys.stderr)
+            options = _parse(words)
+            if options.list:
+                list_tensors(Path(options.source))
+                status = 0
+            else:
+                status = convert(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

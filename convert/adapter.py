@@ -17,23 +17,32 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.hf import Checkpoint
-from convert.shards import find_tensors, read_json, write_json
+from convert.shards import ADAPTER, ADAPTER_STEM, find_tensors, read_json, write_json
 from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.errors import ConfigError, InputError, one_line, shown, warn
 from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.lowrank import Adapters, LowRank
 from jaxgen.model.sharding import mesh_of, shard_params
+from jaxgen.model.weights import Quantized
 
-_CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+_CONFIG, _PREFIX = "adapter_config.json", "base_model.model."
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
-# Fields of adapter_config.json that are checked elsewhere, or that do not affect a trained adapter's results.
-_WITHOUT_EFFECT = set(
+_WHOLE = re.compile(r"(.+?)(?:\.base_layer)?\.weight")
+# Fields of adapter_config.json with which the update is not the product of two matrices, or not the whole update. All
+# fields that are not named in this module are ignored, as in PEFT; a warning names those that are set.
+_REFUSED = (
+    "modules_to_save use_dora lora_bias layer_replication trainable_token_indices alora_invocation_tokens "
+    "target_parameters use_qalora use_bdlora arrow_config kasa_config monteclora_config"
+).split()
+# Fields that are read, or that do not affect a trained adapter's results
+_KNOWN = set(
     "peft_type r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules layers_to_transform "
     "layers_pattern base_model_name_or_path revision task_type inference_mode auto_mapping peft_version lora_dropout "
-    "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
-    "ensure_weight_tying".split()
+    "loftq_config eva_config corda_config lora_ga_config velora_config megatron_core megatron_config runtime_config "
+    "qalora_group_size ensure_weight_tying init_lora_weights bias fan_in_fan_out".split()
 )
 # Values of init_lora_weights that set only the adapter's initial values. All other values also change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -54,7 +63,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     If `path` is one directory, its adapter is always applied. If `path` is a list, `cfg.adapter` is the index of the
     adapter to apply: one index for all prompts, or one for each prompt. The default, -1, applies no adapter. Updates
     are padded to the largest rank. Two lists share a program if they contain the same number of adapters, for the same
-    modules, with the same largest rank.
+    modules, with the same largest rank. A warning names the fields of adapter_config.json that are ignored.
 
     Args:
         path: an adapter's directory, or a list of directories.
@@ -62,8 +71,9 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
         cfg: the model's config.
 
     Raises:
-        CheckpointError: a file cannot be read, a tensor does not fit the model, or an adapter uses an unsupported
-            feature (DoRA, trained biases, other saved modules, ...). The message lists all problems.
+        CheckpointError: a file cannot be read, a tensor does not fit the model or the adapter's own config, or an
+            adapter uses an unsupported feature (DoRA, trained biases, other saved modules, ...). An embedding or head
+            saved with the adapter must be that of the model. The message lists all problems.
         InputError: the list is empty, or the parameters have fused projections or already have an adapter.
     """
     is_stack = not isinstance(path, str | Path)
@@ -77,7 +87,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
             raise InputError("params have fused projections: attach the adapter first, then call fuse_projections")
         if isinstance(weight, LowRank | Adapters):
             raise InputError(f"params have an adapter already ({name}): attach all of them at once, as a list")
-    updates = read_updates(paths, model)
+    updates = read_updates(paths, model, weights)
     for name in sorted({name for update in updates for name in update}):
         key = f"{name}.weight"
         weights[key] = _attached(weights[key], [update.get(name) for update in updates], is_stack)
@@ -86,13 +96,20 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     return attached if mesh is None else shard_params(attached, model, mesh)
 
 
-def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return each adapter's updates by module: pairs (A, scale * B) with shapes float32[r, in] and float32[out, r]."""
-    shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
-    read = [_read(Path(path), shapes, model.tie_word_embeddings) for path in paths]
-    if problems := [problem for _, faults in read for problem in faults]:
+def read_updates(
+    paths: Sequence[str | Path], model: ModelConfig, weights: Mapping[str, Any]
+) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Return each adapter's updates by module: pairs (A, scale * B) with shapes float32[r, in] and float32[out, r].
+
+    `weights` are the model's weights by name, in files or in memory.
+    """
+    read = [_read(Path(path), model, weights) for path in paths]
+    if problems := [problem for _, faults, _ in read for problem in faults]:
         raise CheckpointError(problems)
-    return [updates for updates, _ in read]
+    for path, (_, _, notes) in zip(paths, read, strict=True):
+        if notes:
+            warn(one_line(f"{Path(path) / _CONFIG}: {'; '.join(notes)}"))
+    return [updates for updates, _, _ in read]
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
@@ -102,7 +119,7 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
             f"{checkpoint.path} is quantized, but an adapter is added to the original matrices: convert it back with "
             "--quantize none first"
         )
-    (updates,) = read_updates([path], checkpoint.cfg.model)
+    (updates,) = read_updates([path], checkpoint.cfg.model, checkpoint.weights)
 
     def merged(name: str, tensor: Tensor) -> Tensor:
         update = updates.get(name.removesuffix(".weight"))
@@ -136,7 +153,7 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
     updates = {name.removesuffix(".weight"): x for name, x in weights.items() if isinstance(x, LowRank)}
     if not updates:
         raise InputError("params have no adapter: attach one with load_adapter or jaxgen.training.lora.attach")
-    if "model.embed_tokens" in updates:
+    if _EMBEDDING in updates:
         raise InputError("the embedding has an update, which cannot be saved: leave it out")
     arrays = {}
     for name, update in updates.items():
@@ -144,7 +161,7 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
         arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.asarray(update.b)
     with new_directory(Path(path), overwrite=overwrite) as directory:
         write_json(directory / _CONFIG, _config({name: x.a.shape[0] for name, x in updates.items()}, base))
-        write_file(directory / f"{_STEM}.safetensors", arrays)
+        write_file(directory / ADAPTER, arrays)
 
 
 def _config(ranks: Mapping[str, int], base: str) -> dict[str, Any]:
@@ -173,59 +190,86 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
 
 
 def _read(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool
-) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str]]:
-    """Return an adapter's updates, and a list of problems."""
+    path: Path, model: ModelConfig, weights: Mapping[str, Any]
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str], list[str]]:
+    """Return an adapter's updates, a list of problems, and notes about what is ignored."""
     file = path / _CONFIG
     config, faults = read_json(file)
     if config is None:
-        return {}, faults or [f"{file} is missing: this is not the directory of an adapter"]
+        return {}, faults or [f"{file} is missing: this is not the directory of an adapter"], []
     if faults := [f"{file}: {fault}" for fault in _refused(config)]:
-        return {}, faults
-    tensors, _, faults = find_tensors(path, _STEM)
+        return {}, faults, []
+    tensors, _, faults = find_tensors(path, ADAPTER_STEM)
     modules: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
     for name, tensor in tensors.items():
-        match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
-        if match is None or not name.startswith(_PREFIX):
-            faults.append(f"{tensor.file}: {name} is not a matrix of a low-rank update of a projection or the head")
-        elif tensor.dtype not in DTYPES:
+        own = name.removeprefix(_PREFIX)
+        match, whole = _FACTOR.fullmatch(own), _WHOLE.fullmatch(own)
+        if tensor.dtype not in DTYPES:
             faults.append(f"{tensor.file}: {name} has dtype {tensor.dtype}, wanted {', '.join(DTYPES)}")
-        else:
+        elif match is not None and own != name:
             modules[match[1]][match[2]] = tensor
+        elif whole is None or own == name or whole[1] not in (_EMBEDDING, _HEAD):
+            faults.append(f"{tensor.file}: {name} is not a matrix of a low-rank update of a projection or the head")
+        elif fault := _changed(tensor, weights[f"{_EMBEDDING if model.tie_word_embeddings else whole[1]}.weight"]):
+            faults.append(f"{tensor.file}: {name} {fault}")
     for name, factors in modules.items():
-        if fault := _mismatch(name, factors, shapes, is_tied):
+        if fault := _mismatch(name, factors, model, config):
             faults.append(f"{path}: {fault}")
     if not modules and not faults:
         faults.append(f"{path}: the files have no low-rank updates")
     if faults:
-        return {}, faults
+        return {}, faults, []
     updates = {}
     for name, factors in modules.items():
         a, b = (factors[letter].read(np.dtype(np.float32)) for letter in "AB")
-        updates[name] = a, b * np.float32(_scale(config, name, a.shape[0]))
-    return updates, []
+        updates[name] = a, b * np.float32(_scale(config, name))
+    return updates, [], _ignored(config)
 
 
-def _mismatch(
-    name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_tied: bool
-) -> str | None:
-    """Return the reason why a module's update does not fit the model, or None if it fits."""
-    if name == "lm_head" and is_tied:
+def _mismatch(name: str, factors: Mapping[str, Tensor], model: ModelConfig, config: Mapping[str, Any]) -> str | None:
+    """Return the reason why a module's update does not fit the model or the config, or None if it fits."""
+    if name == _HEAD and model.tie_word_embeddings:
         return "lm_head has an update, and this model's head is its embedding: merge it in PEFT"
-    if name == "model.embed_tokens":
+    if name == _EMBEDDING:
         return f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
-    if name not in shapes:
+    shape = param_shapes(model).get(f"{name}.weight", ())
+    if len(shape) != 2:
         return f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
     if missing := {"A", "B"} - set(factors):
         return f"{name}.lora_{missing.pop()}.weight is missing"
-    features, columns = shapes[name]
+    features, columns = shape
     a, b = factors["A"].shape, factors["B"].shape
     if len(a) != 2 or a[1] != columns or b != (features, a[0]):
         return (
             f"{name} has A {list(a)} and B {list(b)}, and the model's matrix is {[features, columns]}: is the adapter "
             "for another model?"
         )
+    if a[0] != (rank := _of_module(config, "r", "rank_pattern", name)):
+        return f"{name} has rank {a[0]}, and r and rank_pattern in {_CONFIG} give it rank {rank}: correct them"
     return None
+
+
+def _changed(saved: Tensor, weight: Any) -> str | None:
+    """Return a description of the problem if a whole matrix in an adapter's file is not that of the model."""
+    if isinstance(weight, Quantized):
+        return "cannot be compared with the model's, which is quantized: remove it from the file"
+    base = weight.read() if isinstance(weight, Tensor) else np.asarray(weight)
+    if saved.shape != base.shape:
+        return f"has shape {list(saved.shape)}, and the model's has {list(base.shape)}: merge the adapter in PEFT"
+    own = saved.read()
+    with np.errstate(over="ignore"):
+        is_same = np.array_equal(own.astype(base.dtype), base) or np.array_equal(base.astype(own.dtype), own)
+    return None if is_same else "differs from the model's, and cannot replace it: merge the adapter in PEFT"
+
+
+def _ignored(config: Mapping[str, Any]) -> list[str]:
+    """Return notes about the fields of a config that are ignored."""
+    notes = []
+    if config.get("fan_in_fan_out"):
+        notes.append("fan_in_fan_out=True is ignored, as in PEFT: no matrix of this model is stored transposed")
+    if unknown := sorted(name for name in set(config) - _KNOWN - set(_REFUSED) if config[name]):
+        notes.append(f"unknown fields are ignored, as in PEFT: {one_line(', '.join(unknown), 500)}")
+    return notes
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
@@ -247,8 +291,8 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             faults.append(f"{name} must be an object whose values are numbers above 0, got {shown(pattern)}")
         elif wrong := [key for key in pattern if not _is_pattern(key)]:
             faults.append(f"{name} has {shown(wrong[0])}, which is not a regular expression")
-    for name, value in config.items():
-        if name not in _WITHOUT_EFFECT | {"init_lora_weights", "bias"} and value:
+    for name in _REFUSED:
+        if value := config.get(name):
             faults.append(f"{name}={shown(value)} is not offered: merge the adapter in PEFT, or train it without")
     if config.get("bias", "none") != "none":
         faults.append(f"bias={shown(config['bias'])} trains biases, which is not offered: merge the adapter in PEFT")
@@ -267,9 +311,14 @@ def _is_pattern(key: str) -> bool:
     return True
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return an update's scale; alpha_pattern's keys are regular expressions that match the end of a module's name."""
-    patterns = config.get("alpha_pattern") or {}
-    matching = (own for key, own in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
-    alpha = next(matching, config.get("lora_alpha", 8))
+def _scale(config: Mapping[str, Any], module: str) -> float:
+    """Return the scale of a module's update."""
+    rank = _of_module(config, "r", "rank_pattern", module)
+    alpha = _of_module(config, "lora_alpha", "alpha_pattern", module)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(config: Mapping[str, Any], name: str, pattern: str, module: str) -> float:
+    """Return a number for a module; the pattern's keys are regular expressions that match the end of its name."""
+    matching = (own for key, own in (config.get(pattern) or {}).items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+    return next(matching, config.get(name, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import shutil
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.parts import read_parts, shared_directory, write_parts
+from convert.published import read_configs, renamed
 from convert.quantized import converted, file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
 from convert.shards import (
     CONSTANTS,
@@ -30,7 +32,7 @@ from convert.shards import (
 from convert.tensors import DTYPES, STORED, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of
 from jaxgen.config.values import is_tracer
-from jaxgen.errors import ConfigError, JaxgenError, shown, warn
+from jaxgen.errors import ConfigError, one_line, shown, warn
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.fused import separate
@@ -118,7 +120,10 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     Without a generation_config.json, the generation fields of config.json apply (except `use_cache`), as in HF's
     `GenerationConfig.from_model_config`.
 
-    If an `eos_token_id` is outside the vocabulary, a warning says that it can never end generation.
+    Like transformers, the function also reads the tensors of a base model, whose names lack the prefix "model.", and
+    ignores value and classification heads. One warning names everything that is ignored: unknown keys of config.json
+    and generation_config.json, unsupported options that do not change the tokens, and such heads. Another one says that
+    an `eos_token_id` outside the vocabulary can never end generation.
 
     Args:
         path: the directory.
@@ -144,19 +149,19 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     params: dict[str, Any] = dict.fromkeys(checkpoint.weights)
     problems: list[str] = []
 
-    def read(tensor: Tensor, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    def read(name: str, sharding: jax.sharding.Sharding | None) -> jax.Array:
         if sharding is None:
-            array = jax.device_put(checkpoint.read(tensor.name, wanted))
+            array = jax.device_put(checkpoint.read(name, wanted))
         else:
-            array = read_parts(tensor, checkpoint.dtype_of(tensor.name, wanted), sharding)
+            array = read_parts(checkpoint.tensors[name], checkpoint.dtype_of(name, wanted), sharding)
         return array.block_until_ready()
 
     # Read large tensors first, because each is briefly in memory three times: as read, as cast, and as a jax array.
     for name, weight in sorted(checkpoint.weights.items(), key=lambda item: -math.prod(item[1].shape)):
-        tensors = jax.tree.leaves(weight)
-        places = [None] * len(tensors) if divided is None else jax.tree.leaves(divided[name])
+        names = tensors_of({name: weight})
+        places = [None] * len(names) if divided is None else jax.tree.leaves(divided[name])
         try:
-            params[name] = remade(weight, list(map(read, tensors, places)), model.dtype)
+            params[name] = remade(weight, list(map(read, names, places)), model.dtype)
         except CheckpointError as error:
             problems += error.problems
     if problems:
@@ -169,11 +174,11 @@ def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], Gen
     wanted = float_dtype(dtype)
     checkpoint, cfg = _open(path, wanted, quantize)
 
-    def shape(tensor: Tensor) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tensor.shape, checkpoint.dtype_of(tensor.name, wanted))
+    def shape(name: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(checkpoint.tensors[name].shape, checkpoint.dtype_of(name, wanted))
 
     params = {
-        name: remade(weight, list(map(shape, jax.tree.leaves(weight))), cfg.model.dtype)
+        name: remade(weight, list(map(shape, tensors_of({name: weight}))), cfg.model.dtype)
         for name, weight in checkpoint.weights.items()
     }
     return flax.traverse_util.unflatten_dict(params, sep="."), cfg
@@ -245,7 +250,8 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
 def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
 
-    `kind` is a kind of quantized weight to accept in addition to the built-in ones.
+    `kind` is a kind of quantized weight to accept in addition to the built-in ones. One warning names everything that
+    is ignored.
 
     Raises:
         CheckpointError: the checkpoint cannot be used; the message lists all problems with their files and keys.
@@ -262,14 +268,19 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     problems += faults
     model = cfg = None
     weights: dict[str, Any] = {}
+    notes: list[str] = []
     if config is not None:
-        model, cfg, faults = _configs(path, config, generation)
+        model, cfg, faults, notes = read_configs(path, config, generation)
         problems += faults
     if model is not None:
+        tensors, listed, heads = renamed(tensors, listed)
+        notes += heads
         weights, faults = _parameters(path, tensors, listed, model, [named] if named else all_built_in())
         problems += faults
     if problems or config is None or cfg is None:
         raise CheckpointError([*problems, *fetch_again(path, problems)])
+    if notes:
+        warn(one_line(f"{path}: {'; '.join(notes)}"))
     return Checkpoint(path, config, generation, cfg, weights)
 
 
@@ -313,28 +324,6 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _configs(
-    path: Path, config: dict[str, Any], generation: dict[str, Any] | None
-) -> tuple[ModelConfig | None, GenerationConfig | None, list[str]]:
-    """Return the model config and the generation config (each None if invalid), and a list of problems."""
-    problems: list[str] = []
-    model = cfg = None
-    try:
-        model = ModelConfig.from_hf(config)
-    except (JaxgenError, TypeError) as error:
-        problems.append(f"{path / 'config.json'}: {error}")
-    source = "generation_config.json"
-    if generation is None:
-        source = "config.json"
-        names = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model", "use_cache"}
-        generation = {name: value for name, value in config.items() if name in names}
-    try:
-        cfg = GenerationConfig.from_hf(generation, model=model)
-    except (JaxgenError, TypeError) as error:
-        problems.append(f"{path / source}: {error}")
-    return model, cfg, problems
-
-
 def _parameters(
     path: Path,
     tensors: dict[str, Tensor],
@@ -370,14 +359,14 @@ def _mismatch(
     tensors: Mapping[str, Tensor] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
-    """List weights that are missing or unexpected, or that have the wrong dtype or shape.
+    """List weights that have the wrong dtype or shape, or that are missing or unexpected.
 
     Each problem begins with the file that `tensors` gives for the weight, or with `source` if the file is unknown.
     `listed` contains the names of all tensors in the checkpoint, including those in damaged files. A listed tensor is
     not reported as missing. If `listed` is None, the names are unknown, and nothing is reported as missing.
     """
     expected = param_shapes(model)
-    dtypes, missing, shapes = [], [], []
+    dtypes, missing, shapes, unexpected = [], [], [], []
     for name, weight in weights.items():
         file = source if tensors is None else tensors[name].file
         allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
@@ -385,13 +374,17 @@ def _mismatch(
             dtypes.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")
         shape = list(weight.shape)
         if name not in expected:
-            shapes.append(f"{file}: {name} {shape} is unexpected: the config has no such parameter")
+            unexpected.append(f"{file}: {name} {shape} is unexpected: the config has no such parameter")
         elif shape != list(expected[name]):
             shapes.append(f"{file}: {name} has shape {shape}, the config needs {list(expected[name])}")
     if listed is not None:
         names = in_order(set(expected) - set(weights) - set(listed))
         missing = [f"{source}: {name} {list(expected[name])} is missing" for name in names]
-    return dtypes + missing + shapes
+        if missing and names == [_HEAD]:
+            missing[0] += ": if the head is the embedding, set tie_word_embeddings to true; a base model has no head"
+    # An error shows only the first problems: alternate, so that both kinds are among them.
+    alternating = [fault for pair in itertools.zip_longest(missing, unexpected) for fault in pair if fault]
+    return dtypes + shapes + alternating
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from convert.hf import TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
-from jaxgen.model.config import ModelConfig
+from jaxgen.model.config import read_model
 from jaxgen.text.json_file import fetch_again, read_json
 
 _PART = r"[\w-][\w.-]*"
@@ -126,7 +126,7 @@ def _check_config(model: str, directory: Path) -> None:
     except ConfigError as error:
         raise ConfigError("; ".join([str(error), *fetch_again(directory, [str(error)])])) from error
     try:
-        ModelConfig.from_hf(content)
+        read_model(content)
     except JaxgenError as error:
         raise ConfigError(f"{model}: config.json: {error}") from error
 

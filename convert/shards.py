@@ -19,6 +19,8 @@ from jaxgen.text import json_file
 
 STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
+ADAPTER_STEM = "adapter_model"
+ADAPTER = f"{ADAPTER_STEM}.safetensors"
 MAX_SHARD = 5_000_000_000  # maximum total size in bytes of the tensors in one file, as in transformers
 
 # Constants that old versions of transformers saved with the weights, although the config determines them.
@@ -158,8 +160,9 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str], list[str]]:
     """Return the weight files, a map from tensors to files (empty without an index), and a list of problems."""
-    found = sorted(path.glob("*.safetensors"))
-    quantized = [file.name for file in found if stem != STEM and file.name.startswith((f"{stem}.", f"{stem}-"))]
+    single = f"{stem}.safetensors"
+    found = [file for file in sorted(path.glob("*.safetensors")) if file.name != ADAPTER or stem == ADAPTER_STEM]
+    quantized = stem not in (STEM, ADAPTER_STEM) and [file.name for file in found if file.name.startswith(stem)]
     if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
         return [], {}, [f"{path} has quantized weights, {quantized[0]}, and others: remove one of the two"]
     if os.path.lexists(path / index):
@@ -170,22 +173,45 @@ def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str
         if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
             fault = "weight_map must map each tensor to the name of a file of the directory, which ends in .safetensors"
             return [], {}, [f"{path / index}: {fault}"]
-        if os.path.lexists(path / SINGLE) and SINGLE not in weight_map.values():
-            problems.append(f"{path} has {SINGLE} and an {index} that does not list it: remove the outdated one")
+        if os.path.lexists(path / single) and single not in weight_map.values():
+            problems.append(f"{path} has {single} and an {index} that does not list it: remove the outdated one")
         return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
-    if path / SINGLE in found or len(found) == 1:
-        return [path / SINGLE if path / SINGLE in found else found[0]], {}, []
+    if path / single in found:
+        return [path / single], {}, []
+    if stem == ADAPTER_STEM:
+        return [], {}, [f"{path}: {_no_adapter(path)}"]
+    if len(found) == 1:
+        return found, {}, []
     if found:
         names = ", ".join(file.name for file in found)
         return [], {}, [f"{path}: several files ({names}) and no {index} to say which belong together"]
-    pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
-    advice = "download the *.safetensors files too"
-    if pickled:
-        advice = (
-            f"{', '.join(pickled)} contains pickled weights, which are not read; with transformers, "
+    return [], {}, [f"{path}: {_no_model(path)}"]
+
+
+def _no_model(path: Path) -> str:
+    """Return the problem of a directory without a model's weights."""
+    if os.path.lexists(path / ADAPTER):
+        return "no *.safetensors of a model, only an adapter: load its base model, then call load_adapter"
+    if pickled := _pickled(path):
+        return (
+            f"no *.safetensors: {pickled} contains pickled weights, which are not read; with transformers, "
             "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
         )
-    return [], {}, [f"{path}: no *.safetensors: {advice}"]
+    return "no *.safetensors: download the *.safetensors files too"
+
+
+def _no_adapter(path: Path) -> str:
+    """Return the problem of a directory without an adapter's weights."""
+    if pickled := _pickled(path):
+        return (
+            f"no {ADAPTER}: {pickled} contains pickled weights, which are not read; with PEFT, "
+            "AutoPeftModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
+        )
+    return f"no {ADAPTER}: download it too"
+
+
+def _pickled(path: Path) -> str:
+    return ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth"))
 
 
 def _is_file_name(name: Any) -> bool:

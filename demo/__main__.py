@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from convert import load_hf, save_hf
 from demo import corpus
@@ -85,6 +85,7 @@ def main() -> None:
 def make_tokenizer(directory: Path, seed: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on the corpus and write its files."""
     backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()  # transformers' Qwen2Tokenizer adds it to files without a normalizer
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -95,7 +96,7 @@ def make_tokenizer(directory: Path, seed: int) -> Tokenizer:
     )
     conversations = itertools.islice(corpus.conversations(seed + 1), TOKENIZER_TEXTS)
     backend.train_from_iterator((turn["content"] for talk in conversations for turn in talk), trainer)
-    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer_json(backend), "utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": STOP,
@@ -107,6 +108,13 @@ def make_tokenizer(directory: Path, seed: int) -> Tokenizer:
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return Tokenizer.from_pretrained(directory)
+
+
+def tokenizer_json(backend: tokenizers.Tokenizer) -> str:
+    """Return a byte-level BPE tokenizer as JSON, with merges such as "a b", which releases before 0.20 can read too."""
+    content = json.loads(backend.to_str())
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def save(params, cfg: GenerationConfig, work: Path) -> Path:

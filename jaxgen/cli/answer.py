@@ -170,7 +170,7 @@ def open_model(options: argparse.Namespace, adapters: Sequence[Path]) -> Checkpo
     """Open --model or the bundled model without reading weights; raise an error if an adapter does not fit."""
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
     source = source.quantize(options.quantize)
-    read_updates(adapters, source.cfg.model)
+    read_updates(adapters, source.cfg.model, source.weights)
     return source
 
 

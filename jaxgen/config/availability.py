@@ -11,7 +11,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import jax.numpy as jnp
 
 from jaxgen.config.constraints import ConstraintKind
-from jaxgen.config.generation_config import GenerationConfig, refuse_values
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import MODES
 from jaxgen.config.tables import eos_list
@@ -34,11 +34,10 @@ _ELSEWHERE = {
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
-    """Raise an error if an option or a combination of options is not supported.
+    """Raise an error if a combination of options is not supported.
 
     As in transformers, an option that the decode mode does not read causes only a warning (see `warn_unused`).
     """
-    refuse_values(cfg)
     constrained = [name for name in ("constraints", "force_words_ids") if getattr(cfg, name) is not None]
     if constrained and cfg.num_beams == 1:
         raise ConfigError(f"{constrained[0]} works with beam search only, got num_beams=1: set num_beams to 2 or more")

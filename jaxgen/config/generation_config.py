@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.constraints import as_forced_words
+from jaxgen.config.file_options import usable_options
 from jaxgen.config.generation_options import OPTIONS, TRACED, GenerationOptions
 from jaxgen.config.option import (
     ASSISTED,
@@ -37,8 +38,6 @@ from jaxgen.config.values import is_array, is_tracer, thawed
 from jaxgen.errors import ConfigError, shown, warn
 from jaxgen.model.config import ModelConfig
 
-# Fields that transformers writes in addition to the options, but that have no effect.
-_BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 # The smallest repetition penalty that transformers recommends for DoLa.
 DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
@@ -85,8 +84,8 @@ class GenerationConfig(GenerationOptions):
 
     docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields from later
     releases default to None, which means off. Most options accept one value for all prompts or one value per prompt.
-    Options that jaxgen recognizes but does not support are rejected. Only `from_hf` accepts unsupported options, so
-    that it can read every checkpoint's config; `generate` then rejects them.
+    Options that jaxgen recognizes but does not support are rejected. Only `from_hf` leaves them out, with a warning, so
+    that it can read every checkpoint's config.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -119,7 +118,7 @@ class GenerationConfig(GenerationOptions):
         values = vars(self)
         given = {name: values[name] for name, option in OPTIONS.items() if values[name] is not option.default}
         self._set(given)
-        refuse_values(self, given)
+        _refuse_values(self, given)
         _refuse_endless(self)
 
     def _set(self, fields: Mapping[str, Any]) -> None:
@@ -139,7 +138,7 @@ class GenerationConfig(GenerationOptions):
         _refuse_unknown(fields)
         config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
         config._set(fields)
-        refuse_values(config, fields)
+        _refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
             _refuse_endless(config)
         return config
@@ -178,15 +177,19 @@ class GenerationConfig(GenerationOptions):
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
+        A warning names the options that are left out: unknown ones, those that jaxgen does not support and that do not
+        change the tokens, and invalid sampling options such as `temperature=0.0` if `do_sample` is not true.
+
         `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. The
         constructor and `replace` reject such ids. An option in `config` that the decode mode does not read causes no
         warning unless `replace` sets it later.
 
         Raises:
-            ConfigError: a field is unknown, or a value is not allowed.
+            ConfigError: a value is not allowed.
         """
-        fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
-        _refuse_unknown(fields)
+        fields, notes = usable_options(config)
+        if notes:
+            warn(f"generation_config.json: {'; '.join(notes)}")
         result = cls()
         vars(result)["_inherited"] = _Inherited(frozenset(fields))
         result._set({**fields, "model": model})
@@ -348,17 +351,14 @@ def _vocabulary(cfg: GenerationConfig) -> int | None:
     return None if cfg.model is None else cfg.model.vocab_size
 
 
-def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> None:
+def _refuse_values(cfg: GenerationConfig, names: Collection[str]) -> None:
     """Raise an error if an option in `names` has an unsupported value."""
     for option in OPTIONS.values():
         if not option.refused or option.name not in names:
             continue
         value = getattr(cfg, option.name)
         if value is not option.default and option.is_given(value) and value not in option.offered:
-            text = f"{option.name}={value!r} {option.refused}"
-            if option.name in cfg._inherited.names:
-                text += f". The checkpoint sets it: remove it there, or use cfg.replace({option.name}={option.default})"
-            raise ConfigError(text)
+            raise ConfigError(f"{option.name}={value!r} {option.refused}")
 
 
 def _refuse_unknown(fields: Mapping[str, Any]) -> None:

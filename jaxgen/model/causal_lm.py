@@ -31,7 +31,8 @@ from jaxgen.model import workarounds
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import KVCache
 from jaxgen.model.cache_storage import ScaledSlots, as_stored, write
-from jaxgen.model.config import ACTIVATIONS, ModelConfig
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.config_keys import ACTIVATIONS
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss

@@ -6,43 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgen.errors import ConfigError, shown
-from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of, one_of, positive, read_fields, whole
-from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
+from jaxgen.errors import ConfigError, one_line, shown, warn
+from jaxgen.model import config_keys
+from jaxgen.model.config_fields import flag, one_of, positive, read_fields, whole
+from jaxgen.model.config_keys import DUAL_CHUNK, FIELDS
+from jaxgen.model.families import FAMILIES, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-# The name of the jax.nn function for each `hidden_act`, and its options. Using names avoids importing jax here.
-ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "silu": ("silu", {}),
-    "relu": ("relu", {}),
-    "gelu": ("gelu", {"approximate": False}),
-    "gelu_new": ("gelu", {"approximate": True}),
-    "gelu_pytorch_tanh": ("gelu", {"approximate": True}),
-}
-
-# Most fields that affect results are required, although transformers has defaults for them.
-_FIELDS: dict[str, Field] = {
-    "vocab_size": whole(1),
-    "hidden_size": whole(1),
-    "intermediate_size": whole(1),
-    "num_hidden_layers": whole(1, most=10_000),  # limits the program's size if a config.json is damaged
-    "num_attention_heads": whole(1),
-    "num_key_value_heads": whole(1),
-    "head_dim": whole(1, None),
-    "hidden_act": one_of(ACTIVATIONS),
-    "max_position_embeddings": whole(1),
-    "rms_norm_eps": positive(),
-    "tie_word_embeddings": flag(),
-    "attention_bias": flag(False),
-    "mlp_bias": flag(False),
-    "use_sliding_window": flag(False),
-    "sliding_window": whole(1, None),
-    "max_window_layers": whole(0, None),
-    "layer_types": list_of((FULL, SLIDING)),
-    "initializer_range": fraction(0.02),
-    "attention_dropout": fraction(0.0),
-}
 
 # Required and optional parameters of each type of RoPE
 _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -56,39 +26,9 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# Keys for which only these values are accepted, because any other value would change the results
-_CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "use_mrope": (False, None),
-    "partial_rotary_factor": (1, None),
-    "is_decoder": (False, True, None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "pruned_heads": ({}, None),
-    "quantization_config": (None,),
-    "is_causal": (True, None),
-}
-
-# Keys that do not affect the model's results
-_IRRELEVANT = frozenset(
-    # bookkeeping, and settings for running the model in torch
-    "_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash attn_implementation "
-    "transformers_version use_cache pretraining_tp torchscript use_bfloat16 return_dict output_attentions "
-    "output_hidden_states keys_to_ignore_at_inference chunk_size_feed_forward tokenizer_class name_or_path "
-    # keys for other heads and tasks
-    "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tf_legacy_loss "
-    # encoder-decoder models
-    "decoder_start_token_id cross_attention_hidden_size tie_encoder_decoder "
-    # special tokens and generation defaults, which GenerationConfig reads
-    "bos_token_id eos_token_id pad_token_id sep_token_id max_length min_length do_sample early_stopping "
-    "num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty "
-    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
-)
-
-# Keys that are handled separately
-_SPECIAL = {"model_type", "architectures", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
-_KNOWN = frozenset(_SPECIAL | set(_FIELDS) | set(_CONSTANTS) | _IRRELEVANT)
+_DEFAULT_THETA = 10000.0  # in all of transformers' classes of these families, in all releases
+# Parameters of RoPE with which some architecture computes something else, and the values with which it does not
+_ROPE_NEUTRAL = {"partial_rotary_factor": 1, "mrope_section": None, "mrope_interleaved": False, "alpha": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,42 +56,15 @@ class RopeConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
         """Read RoPE's parameters from `rope_theta` and `rope_scaling`, or from `rope_parameters`, in a config.json.
 
-        Raises:
-            ConfigError: the type is not implemented, or parameters are missing, unknown or invalid.
-        """
-        source, given = _rope_entry(config)
-        rope_type = given.pop("rope_type", None)
-        theta = given.pop("rope_theta")
-        if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
-            raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
-        if rope_type == "default":  # transformers writes this key for the default type, but ignores it
-            given.pop("original_max_position_embeddings", None)
-        if rope_type == "yarn":
-            given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        A warning names parameters that transformers ignores, such as `attn_factor`.
 
-        required, optional = _ROPE_TYPES[rope_type]
-        fields = {name: positive() for name in required} | {name: positive(None) for name in optional}
-        if "truncate" in fields:
-            fields["truncate"] = flag(None)
-        if "original_max_position_embeddings" in fields:
-            fields["original_max_position_embeddings"] = whole(1)
-        values, problems = read_fields(fields, given)
-        if rope_type == "llama3" and not problems and values["low_freq_factor"] >= values["high_freq_factor"]:
-            problems.append("low_freq_factor must be less than high_freq_factor")
-        if given.pop("partial_rotary_factor", 1) != 1:
-            problems.append("partial_rotary_factor other than 1 is not implemented")
-        if unknown := sorted(set(given) - set(fields)):
-            problems.append(f"unknown: {', '.join(unknown)}")
-        problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
-        base, faults = read_fields({"rope_theta": positive(None)}, {"rope_theta": theta})
-        problems += faults
-        if not faults and theta is not None and theta <= 1:
-            problems.append(f"rope_theta must be > 1, got {theta}")
-        if theta is None:
-            problems.append("missing: rope_theta, the base of the rotary angles; transformers would assume 10000.0")
-        if problems:
-            raise ConfigError("; ".join(problems))
-        return cls(type=rope_type, theta=float(base["rope_theta"]), **values)
+        Raises:
+            ConfigError: the type is not implemented, or parameters are missing or invalid.
+        """
+        rope, notes = _read_rope(config)
+        if notes:
+            warn(f"config.json: {'; '.join(notes)}")
+        return rope
 
     def to_hf(self) -> dict[str, Any] | None:
         """Return the `rope_scaling` entry of a config.json; None for the default type."""
@@ -219,35 +132,21 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
-        `dtype`. Most values that affect results are required. The biases and the head size are optional (Qwen3
-        requires `head_dim`). On loading, they are checked against the checkpoint's tensors. Sliding windows work as in
-        transformers 5: a token sees at most `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models
-        have windows only if `use_sliding_window` is true, and only in the layers that `layer_types` or
-        `max_window_layers` selects. (transformers 4.41.1 uses windows in all layers.)
+        `dtype`. A file may lack keys for which transformers' class has a default. Biases and the head size are checked
+        against the checkpoint's tensors on loading. Sliding windows work as in transformers 5: a token sees at most
+        `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
+        `use_sliding_window` is true, and only in the layers that `layer_types` or `max_window_layers` selects.
+        (transformers 4.41.1 uses windows in all layers.)
+
+        A warning names all keys that are ignored because no architecture is known to use them.
 
         Raises:
-            ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.
+            ConfigError: keys are missing, contradictory or not implemented; the message lists all of them.
         """
-        if not isinstance(config, Mapping):
-            raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise ConfigError(
-                f"model_type {shown(model_type)} is not implemented; it must be one of {', '.join(FAMILIES)}"
-            )
-        family = FAMILIES[model_type]
-        values, problems = _read(config, family)
-        if problems:
-            raise ConfigError("; ".join(problems))
-        fields = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
-        fields |= {name: values[rule] if isinstance(rule, str) else rule for name, rule in family.biases.items()}
-        return cls(
-            **fields,
-            model_type=model_type,
-            qk_norm=family.qk_norm,
-            rope=RopeConfig.from_hf(config),
-            windows=family.windows.read(config),
-        )
+        model, notes = read_model(config)
+        if notes:
+            warn(f"config.json: {'; '.join(notes)}")
+        return model
 
     def to_hf(self) -> dict[str, Any]:
         """Return a config.json that transformers 4.41.1 (if it has the architecture) and later releases can read.
@@ -260,13 +159,13 @@ class ModelConfig:
         config: dict[str, Any] = {
             "architectures": [family.architecture],
             "model_type": self.model_type,
-            **{name: getattr(self, name) for name in _FIELDS if name in names},
+            **{name: getattr(self, name) for name in FIELDS if name in names},
             "rope_theta": self.rope.theta,
             "rope_scaling": self.rope.to_hf(),
             "torch_dtype": self.dtype,
             "use_cache": True,
         }
-        if "head_dim" not in family.required and self.head_dim * self.num_attention_heads == self.hidden_size:
+        if "head_dim" not in family.defaults and self.head_dim * self.num_attention_heads == self.hidden_size:
             del config["head_dim"]
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
@@ -275,36 +174,64 @@ class ModelConfig:
         return config
 
 
+def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
+    """Read a config.json as `ModelConfig.from_hf` does; return the model and the content of the warning, in parts."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"model_type {shown(model_type)} is not implemented; it must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    config = {**family.defaults, **config}
+    values, problems = _read(config, family)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    fields = {field.name: values[field.name] for field in dataclasses.fields(ModelConfig) if field.name in values}
+    fields |= {name: values[rule] if isinstance(rule, str) else rule for name, rule in family.biases.items()}
+    rope, notes = _read_rope(config)
+    model = ModelConfig(
+        **fields, model_type=model_type, qk_norm=family.qk_norm, rope=rope, windows=family.windows.read(config)
+    )
+    if unknown := config_keys.unknown(config):
+        notes = [f"unknown keys are ignored, as in transformers: {one_line(', '.join(unknown), 500)}", *notes]
+    if config.get(DUAL_CHUNK):
+        notes.append(_dual_chunk(config[DUAL_CHUNK]))
+    return model, notes
+
+
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Read the values of `_FIELDS` and the dtype from a config.json; also return a list of all problems."""
-    fields = {
-        name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
-        for name, field in _FIELDS.items()
-    }
+    """Read the values of `FIELDS` and the dtype from a config.json; also return a list of all problems."""
     dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
     dtypes = {name: value.removeprefix("torch.") if isinstance(value, str) else value for name, value in dtypes.items()}
-    fields |= {name: one_of(DTYPES) for name in dtypes}
+    fields = FIELDS | {name: one_of(DTYPES) for name in dtypes}
     values, problems = read_fields(fields, {**config, **dtypes})
     if not problems and len(set(dtypes.values())) > 1:
         problems.append(f"dtype {dtypes['dtype']} and torch_dtype {dtypes['torch_dtype']} differ: keep one")
     if not problems:
         values["dtype"] = next(iter(dtypes.values()), "float32")
+        values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         problems += _contradictions(values, config, family)
 
+    # A base model is saved under its own class, as in "Qwen3Model".
+    known = (family.architecture, family.architecture.replace("ForCausalLM", "Model"))
     architectures = config.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list | tuple) or family.architecture not in architectures:
-        problems.append(f"architectures must be a list with {family.architecture}, got {shown(architectures)}")
-    for key, allowed in _CONSTANTS.items():
-        if key in config and not any(_same(config[key], value) for value in allowed):
-            problems.append(f"{key}={shown(config[key])} is not implemented")
+    if not isinstance(architectures, list | tuple) or not any(name in architectures for name in known):
+        problems.append(f"architectures must be a list with {' or '.join(known)}, got {shown(architectures)}")
+    problems += config_keys.refused(config)
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
         if config.get(key) not in (None, False):
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
             problems.append(f"{key}={shown(config[key])}: only model_type {', '.join(readers)} can have it")
-    if unknown := sorted(set(config) - _KNOWN):
-        problems.append(f"unknown keys, which may change what the model computes: {', '.join(unknown)}")
-    return values, problems + _errors(RopeConfig.from_hf, config)
+    return values, problems + _errors(_read_rope, config)
+
+
+def _dual_chunk(chunks: Any) -> str:
+    """Return the part of the warning for attention in chunks, which transformers does not implement either."""
+    names = ("chunk_size", "original_max_position_embeddings")
+    lengths = [chunks[name] for name in names if type(chunks.get(name)) is int] if isinstance(chunks, Mapping) else []
+    same = f"up to {min(lengths):,} tokens, results are the same" if lengths else "results differ for long texts"
+    return f"{DUAL_CHUNK} is not implemented: attention is computed over the whole text, as in transformers; {same}"
 
 
 def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> list[str]:
@@ -328,10 +255,6 @@ def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family
     return problems + _errors(family.windows.read, config)
 
 
-def _same(value: Any, known: Any) -> bool:
-    return value == known and isinstance(value, bool) == isinstance(known, bool)
-
-
 def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> list[str]:
     try:
         read(config)
@@ -340,22 +263,71 @@ def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any])
     return []
 
 
+def _read_rope(config: Mapping[str, Any]) -> tuple[RopeConfig, list[str]]:
+    """Read RoPE's parameters; also return the content of a warning about the parameters that are ignored."""
+    source, given = _rope_entry(config)
+    rope_type, theta = given.pop("rope_type"), given.pop("rope_theta")
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
+        raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
+    required, optional = _ROPE_TYPES[rope_type]
+    fields = {name: positive() for name in required} | {name: positive(None) for name in optional}
+    if "truncate" in fields:
+        fields["truncate"] = flag(None)
+    if "original_max_position_embeddings" in fields:
+        fields["original_max_position_embeddings"] = whole(1)
+    values, problems = read_fields(fields, given)
+    if rope_type == "llama3" and not problems and values["low_freq_factor"] >= values["high_freq_factor"]:
+        problems.append("low_freq_factor must be less than high_freq_factor")
+    problems += [
+        f"{name}={shown(given[name])} is not implemented"
+        for name, neutral in _ROPE_NEUTRAL.items()
+        if name in given and given[name] != neutral
+    ]
+    problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
+    base, faults = read_fields({"rope_theta": positive()}, {"rope_theta": theta})
+    problems += faults
+    if not faults and base["rope_theta"] <= 1:
+        problems.append(f"rope_theta must be > 1, got {theta}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    ignored = sorted(set(given) - set(fields) - set(_ROPE_NEUTRAL))
+    if rope_type == "default" and "original_max_position_embeddings" in ignored:
+        ignored.remove("original_max_position_embeddings")  # transformers writes it
+    notes = (
+        [f"{source} (rope_type {rope_type}): ignored, as in transformers: {one_line(', '.join(ignored), 500)}"]
+        if ignored
+        else []
+    )
+    return RopeConfig(type=rope_type, theta=base["rope_theta"], **values), notes
+
+
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the entry for RoPE: its name, and its content with the newer key names and no nulls, plus `rope_theta`."""
-    old, new = config.get("rope_scaling"), config.get("rope_parameters")
-    for name, value in (("rope_scaling", old), ("rope_parameters", new)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{name} must be a dict or null, got {shown(value)}")
-    if old is not None and new is not None and old != new:
+    """Return the name of the entry for RoPE, and its content with the newer key names, no nulls and `rope_theta`."""
+    entries = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
+    read = {name: _normal_rope(name, entry, config) for name, entry in entries.items()}
+    if len(read) == 2 and read["rope_scaling"] != read["rope_parameters"]:
         raise ConfigError("rope_scaling and rope_parameters differ: keep one")
-    source = "rope_scaling" if new is None else "rope_parameters"
-    given = {name: value for name, value in (new or old or {}).items() if value is not None}
+    source = next(reversed(read), "rope_scaling")
+    return source, read[source] if read else _normal_rope(source, {}, config)
+
+
+def _normal_rope(source: str, entry: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `rope_scaling` or `rope_parameters`, with what other keys of the config.json contribute."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{source} must be a dict or null, got {shown(entry)}")
+    given = {name: value for name, value in entry.items() if value is not None}
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ConfigError(f"{source} has one entry per layer type; only one RoPE for all layers is implemented")
     old_name = given.pop("type", None)
     if old_name is not None and given.setdefault("rope_type", old_name) != old_name:
         raise ConfigError(f"{source}: type and rope_type differ: keep rope_type")
-    if new or not given:
-        given.setdefault("rope_type", "default")
-    given.setdefault("rope_theta", config.get("rope_theta"))
-    return source, given
+    given.setdefault("rope_type", None if source == "rope_scaling" and given else "default")
+    given.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_THETA))
+    name = "original_max_position_embeddings"
+    if given["rope_type"] in ("llama3", "yarn") and config.get(name) is not None:
+        if given.get(name, config[name]) != config[name]:
+            raise ConfigError(f"{name} differs in {source} and beside it: keep one")
+        given[name] = config[name]
+    if given["rope_type"] == "yarn":
+        given.setdefault(name, config.get("max_position_embeddings"))
+    return given

@@ -17,8 +17,8 @@ class WindowRule:
 
     Attributes:
         keys: the config.json keys that the rule reads.
-        read: maps a config to each layer's window in tokens, or None. The config's values already have the right types.
-            Raises `ConfigError` if values are missing or contradict each other.
+        read: maps a config to each layer's window in tokens, or None. The config's values already have the right types,
+            and the family's defaults are filled in. Raises `ConfigError` if values are null or contradict each other.
         write: the inverse of `read`. Given a config (without `keys`) and each layer's window, the function returns the
             config.json entries for these windows.
     """
@@ -40,17 +40,18 @@ class Family:
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the feed-forward layer has biases.
         qk_norm: whether each head's queries and keys pass through an RMSNorm before RoPE.
-        required: config.json keys that are usually optional, but required for this family.
+        defaults: values of config.json keys that a file may lack. They are the defaults of transformers' class, which
+            have been the same in all releases (4.28 to 5.24).
     """
 
     architecture: str
     tokenizer: str
     windows: WindowRule
+    defaults: Mapping[str, Any]
     attention_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    required: tuple[str, ...] = ()
 
     @property
     def biases(self) -> dict[str, bool | str]:
@@ -100,8 +101,6 @@ def _write_switch(config: Mapping[str, Any], windows: tuple[int | None, ...]) ->
 
 
 def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    if "sliding_window" not in config:
-        raise ConfigError("missing: sliding_window (null for none); transformers would assume 4096")
     return (config["sliding_window"],) * config["num_hidden_layers"]
 
 
@@ -114,25 +113,31 @@ SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_sw
 # The same window in every layer, or none if `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
 
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN = _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_QWEN |= {"sliding_window": 4096, "max_window_layers": 28}
+_MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
 # By `model_type`
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Tokenizer", SWITCHED_WINDOWS, attention_bias=True),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Tokenizer", SWITCHED_WINDOWS, _QWEN, attention_bias=True),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         "Qwen2Tokenizer",
         SWITCHED_WINDOWS,
+        _QWEN | {"head_dim": 128},
         attention_bias="attention_bias",
         output_bias="attention_bias",
         qk_norm=True,
-        required=("head_dim",),
     ),
     "llama": Family(
         "LlamaForCausalLM",
         "LlamaTokenizer",
         NO_WINDOWS,
+        _DEFAULTS | {"max_position_embeddings": 2048},
         attention_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
     ),
-    "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW),
+    "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW, _MISTRAL),
 }

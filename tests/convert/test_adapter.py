@@ -5,10 +5,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from convert import CheckpointError, load_adapter, load_hf, save_adapter, save_hf
+from convert.adapter import merge_adapter
+from convert.hf import open_checkpoint
 from jaxgen import GenerationConfig, InputError, fuse_projections
+from jaxgen.errors import JaxgenWarning
 from jaxgen.model.causal_lm import forward
 from jaxgen.model.lowrank import LowRank
 from tests.support.adapters import factors, merged, write
@@ -75,7 +78,9 @@ def test_what_is_written(tmp_path):
         ({"use_dora": True}, "use_dora=True is not offered"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "bias='all' trains biases"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not offered"),
+        ({"r": 4}, "model.layers.0.self_attn.q_proj has rank 2, and r and rank_pattern in .* give it rank 4"),
+        ({"rank_pattern": {"q_proj": 3}}, "model.layers.0.self_attn.q_proj has rank 2, .* give it rank 3"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters=.* is not offered"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
         ({"init_lora_weights": "OLoRA"}, "changes the model's own weights"),
         ({"alpha_pattern": {"q_proj": "16"}}, "alpha_pattern must be an object whose values"),
@@ -83,7 +88,6 @@ def test_what_is_written(tmp_path):
         ({"lora_alpha": "8"}, "lora_alpha must be a number above 0"),
         ({"r": 0}, "r must be a number above 0"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
-        ({"a_new_field_of_peft": 3}, "a_new_field_of_peft=3 is not offered"),
     ],
 )
 def test_configs_that_are_refused(config, message, tmp_path):
@@ -104,6 +108,72 @@ def test_configs_that_are_refused(config, message, tmp_path):
 def test_tensors_that_do_not_fit(change, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         load_adapter(write(tmp_path / "a", change(factors(MODEL, 2, 0))), PARAMS, CFG)
+
+
+def test_fields_that_are_ignored_are_named_in_one_warning(tmp_path):
+    updates = factors(MODEL, 2, 0)
+    added = {"fan_in_fan_out": True, "unsloth_version": "2025.3", "a_new_field": 3, "another": None}
+    folder = write(tmp_path / "a", updates, **added)
+    with pytest.warns(JaxgenWarning) as seen:
+        attached = load_adapter(folder, PARAMS, CFG)
+    assert [str(warning.message) for warning in seen] == [
+        f"{folder}/adapter_config.json: fan_in_fan_out=True is ignored, as in PEFT: no matrix of this model is stored "
+        "transposed; unknown fields are ignored, as in PEFT: a_new_field, unsloth_version"
+    ]
+    plain = load_adapter(write(tmp_path / "b", updates), PARAMS, CFG)
+    np.testing.assert_array_equal(logits(attached), logits(plain))
+
+
+def add(folder, tensors):
+    """Add tensors to an adapter's file; their names lack PEFT's prefix."""
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{name}": array for name, array in tensors.items()}, file)
+    return folder
+
+
+def test_a_saved_embedding_must_be_that_of_the_model(tmp_path):
+    updates = factors(MODEL, 2, 0)
+    embedding, head = map(np.asarray, (PARAMS["model"]["embed_tokens"]["weight"], PARAMS["lm_head"]["weight"]))
+    expected = logits(load_adapter(write(tmp_path / "a", updates), PARAMS, CFG))
+    both = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    folder = add(write(tmp_path / "b", updates), both)
+    np.testing.assert_array_equal(logits(load_adapter(folder, PARAMS, CFG)), expected)
+    layer = {"lm_head.base_layer.weight": head.astype(np.float16)}  # as PEFT saves targeted ones
+    load_adapter(add(write(tmp_path / "c", updates), layer), PARAMS, CFG)
+    different = {name: np.concatenate([array[:-1], array[:1]]) for name, array in both.items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_adapter(add(folder, different), PARAMS, CFG)
+    assert len(caught.value.problems) == 2
+    assert all("differs from the model's, and cannot replace it" in problem for problem in caught.value.problems)
+    longer = {"model.embed_tokens.weight": np.concatenate([embedding, embedding[:1]])}
+    with pytest.raises(CheckpointError, match=r"has shape \[62, 32\], and the model's has \[61, 32\]"):
+        load_adapter(add(write(tmp_path / "d", updates), longer), PARAMS, CFG)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is not a matrix of a low-rank update"):
+        load_adapter(add(folder, {"model.norm.weight": np.ones(32, np.float32)}), PARAMS, CFG)
+
+
+def test_a_saved_embedding_in_files_and_with_8_bits(tmp_path):
+    save_hf(PARAMS, CFG, tmp_path / "model")
+    saved = {"model.embed_tokens.weight": np.asarray(PARAMS["model"]["embed_tokens"]["weight"])}
+    folder = add(write(tmp_path / "a", factors(MODEL, 2, 0)), saved)
+    checkpoint = merge_adapter(open_checkpoint(tmp_path / "model"), folder)
+    assert checkpoint.read("lm_head.weight", None).shape == (61, 32)
+    params, cfg = load_hf(tmp_path / "model", quantize="int8")
+    with pytest.raises(CheckpointError, match="cannot be compared with the model's, which is quantized"):
+        load_adapter(folder, params, cfg)
+
+
+def test_files_beside_an_adapter(tmp_path):
+    folder = write(tmp_path / "a", factors(MODEL, 2, 0))
+    save_hf(PARAMS, CFG, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(folder / "model.safetensors")
+    load_adapter(folder, PARAMS, CFG)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"a: no adapter_model\.safetensors: download it too$"):
+        load_adapter(folder, PARAMS, CFG)
+    (folder / "adapter_model.bin").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin contains pickled .* with PEFT, AutoPeftModel"):
+        load_adapter(folder, PARAMS, CFG)
 
 
 def test_all_problems_of_all_adapters_are_reported(tmp_path):

@@ -231,3 +231,15 @@ def test_check_fails_on_a_damaged_destination(call, qwen2, tmp_path, monkeypatch
     assert status == 1
     assert "all equal" not in out
     assert err.splitlines()[-1] == f"{tmp_path / 'out'}: 1 of 26 tensors differ: model.norm.weight"
+
+
+def test_what_is_ignored_is_said_in_one_line(qwen2, tmp_path, call):
+    config = json.loads((qwen2 / "config.json").read_text()) | {"unsloth_fixed": True}
+    (qwen2 / "config.json").write_text(json.dumps(config))
+    status, _, err = call(qwen2, tmp_path / "out")
+    assert status == 0
+    warning, *_ = err.splitlines()
+    assert warning == (
+        f"python -m convert: warning: {qwen2}: config.json: unknown keys are ignored, as in transformers: unsloth_fixed"
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["unsloth_fixed"]

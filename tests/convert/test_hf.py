@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
+from convert.hf import load_shapes
 from jaxgen import fuse_projections
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.training import lora
@@ -143,6 +144,63 @@ def test_values_that_do_not_fit_are_reported_together(tmp_path):
     assert {problem.split(": ")[1] for problem in caught.value.problems} == {NORM, QUERY}
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_tensors_of_a_base_model_get_its_prefix(tmp_path, shards):
+    tensors = weights(QWEN3 | {"tie_word_embeddings": True})
+    config = QWEN3 | {"tie_word_embeddings": True, "architectures": ["Qwen3Model"]}
+    stored = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    stored["rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    path = write(tmp_path / "x", config, stored, shards=shards)
+    assert same(load_hf(path)[0], tensors)
+    assert load_shapes(path)[0]["model"]["norm"]["weight"].shape == (16,)
+    assert flat(load_hf(path, quantize="int8")[0]).keys() == tensors.keys()
+    stored["layers.0.more.weight"] = np.ones(3, np.float32)
+    (problem,) = problems(write(tmp_path / "y", config, stored))
+    assert "model.layers.0.more.weight [3] is unexpected" in problem
+
+
+def test_a_base_model_without_a_head(tmp_path):
+    stored = {
+        name.removeprefix("model."): tensor for name, tensor in weights(LLAMA).items() if name != "lm_head.weight"
+    }
+    (problem,) = problems(write(tmp_path / "x", LLAMA, stored))
+    assert "lm_head.weight [40, 16] is missing: if the head is the embedding, set tie_word_embeddings" in problem
+    assert problem.endswith("; a base model has no head")
+
+
+def test_heads_for_other_tasks_are_ignored_with_a_warning(tmp_path):
+    others = {"v_head.summary.weight": np.ones((1, 16), np.float32), "v_head.summary.bias": np.ones(1, np.float32)}
+    for name, heads in {"trl": others, "score": {"score.weight": np.ones((1, 16), np.float32)}}.items():
+        path = write(tmp_path / name, QWEN2, weights(QWEN2) | heads, shards=2)
+        with pytest.warns(JaxgenWarning, match=rf"^{path}: heads for other tasks are ignored: ") as seen:
+            params, _ = load_hf(path)
+        assert same(params, weights(QWEN2))
+        assert all(head in str(seen[0].message) for head in heads)
+
+
+def test_everything_ignored_is_named_in_one_warning(tmp_path):
+    config = QWEN2 | {"unsloth_fixed": True, "transformers.js_config": {}}
+    config["rope_scaling"] = {"type": "linear", "factor": 2.0, "finetuned": True}
+    generation = GENERATION | {"cache_implementation": "dynamic", "of_a_trainer": 3}
+    path = write(tmp_path / "x", config, weights(QWEN2) | {"score.weight": np.ones((1, 16), np.float32)}, generation)
+    with pytest.warns(JaxgenWarning) as seen:
+        _, cfg = load_hf(path)
+    assert [str(warning.message) for warning in seen] == [
+        f"{path}: config.json: unknown keys are ignored, as in transformers: transformers.js_config, unsloth_fixed; "
+        "config.json: rope_scaling (rope_type linear): ignored, as in transformers: finetuned; "
+        "generation_config.json: cache_implementation='dynamic' is ignored: it does not change the generated tokens; "
+        "generation_config.json: unknown options are ignored: of_a_trainer; "
+        "heads for other tasks are ignored: score.weight"
+    ]
+    assert (cfg.cache_implementation, cfg.temperature) == (None, 0.5)
+
+
+def test_other_files_in_the_directory_do_not_matter(qwen2):
+    for name in ("adapter_model.safetensors", "value_head.safetensors", "training_args.bin", "pytorch_model.bin"):
+        (qwen2 / name).write_bytes(b"PK")
+    assert same(load_hf(qwen2)[0], weights(QWEN2))
+
+
 # Faulty checkpoints
 
 
@@ -152,18 +210,35 @@ def test_everything_wrong_is_reported_together(tmp_path):
     tensors[QUERY] = tensors[QUERY][:8]
     tensors["model.layers.2.mlp.up_proj.weight"] = np.ones((2, 3), np.float32)
     tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((24, 16), np.int32)
-    path = write(tmp_path / "x", QWEN2, tensors, {"temprature": 1.0})
+    path = write(tmp_path / "x", QWEN2, tensors, {"temperature": -1.0, "do_sample": True})
     expected = [
-        f"{path / 'generation_config.json'}: unknown option 'temprature'",
+        f"{path / 'generation_config.json'}: temperature must be > 0",
         f"{path / SINGLE}: model.layers.0.mlp.up_proj.weight has dtype I32",
-        f"{path}: {NORM} [16] is missing",
         f"{path / SINGLE}: {QUERY} has shape [8, 16], the config needs [16, 16]",
+        f"{path}: {NORM} [16] is missing",
         f"{path / SINGLE}: model.layers.2.mlp.up_proj.weight [2, 3] is unexpected",
     ]
     found = problems(path)
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.startswith(start)
+
+
+def test_names_with_a_prefix_are_among_the_problems_shown(tmp_path):
+    path = write(tmp_path / "x", QWEN2, {f"_orig_mod.{name}": tensor for name, tensor in weights(QWEN2).items()})
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(path)
+    shown = str(caught.value)
+    assert f"{EMBEDDING} [40, 16] is missing" in shown
+    assert f"_orig_mod.{EMBEDDING} [40, 16] is unexpected" in shown
+
+
+def test_an_adapter_is_not_a_model(qwen2):
+    (qwen2 / SINGLE).rename(qwen2 / "adapter_model.safetensors")
+    (problem,) = problems(qwen2)
+    assert problem == (
+        f"{qwen2}: no *.safetensors of a model, only an adapter: load its base model, then call load_adapter"
+    )
 
 
 def test_config_json(qwen2):

@@ -1,16 +1,18 @@
 """The bundled model does what its card says."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from convert import load_hf
 from demo import corpus
-from demo.__main__ import held_out_loss, main as make_demo, tell
+from demo.__main__ import held_out_loss, main as make_demo, tell, tokenizer_json
 from jaxgen import Tokenizer
 from jaxgen.demo import PATH
 
@@ -77,3 +79,15 @@ def test_the_tokenizer_loses_nothing(demo):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     lengths = [len(tokenizer.encode(text)) / len(text.split()) for text in texts if len(text.split()) > 50]
     assert np.mean(lengths) < 1.8
+
+
+def test_old_and_new_releases_read_the_same_tokenizer(demo):
+    text = (PATH / "tokenizer.json").read_text("utf-8")
+    content = json.loads(text)
+    # tokenizers 0.19, which transformers 4.41.1 needs, cannot read merges such as ["a", "b"].
+    assert all(re.fullmatch(r"[^ ]+ [^ ]+", merge) for merge in content["model"]["merges"])
+    # transformers 5 adds this normalizer to a Qwen2 checkpoint's tokenizer; 4.41.1 adds none.
+    assert content["normalizer"] == {"type": "NFC"}
+    assert tokenizer_json(tokenizers.Tokenizer.from_str(text)) == text
+    assert demo[2].encode("cafe\u0301") == demo[2].encode("café")
+    assert demo[2].encode("Tell me a story about a fox.") == [553, 339, 259, 333, 340, 259, 960, 90, 16]

@@ -1,0 +1,67 @@
+"""Read what published checkpoints contain beyond what the model needs, and name what is ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.tensors import Tensor
+from jaxgen.config.file_options import usable_options
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import JaxgenError, one_line
+from jaxgen.model.config import ModelConfig, read_model
+
+_BASE = ("embed_tokens", "layers", "norm", "rotary_emb")  # parts of transformers' base models
+_OTHER_HEADS = re.compile(r"(v_head|value_head|score)\..+")  # of TRL and of transformers' classifiers
+
+
+def read_configs(
+    path: Path, config: dict[str, Any], generation: dict[str, Any] | None
+) -> tuple[ModelConfig | None, GenerationConfig | None, list[str], list[str]]:
+    """Return the model config and the generation config (each None if invalid), a list of problems, and notes."""
+    problems: list[str] = []
+    notes: list[str] = []
+    model = cfg = None
+    try:
+        model, ignored = read_model(config)
+        notes += [f"config.json: {note}" for note in ignored]
+    except (JaxgenError, TypeError) as error:
+        problems.append(f"{path / 'config.json'}: {error}")
+    source = "generation_config.json"
+    if generation is None:
+        source = "config.json"
+        names = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model", "use_cache"}
+        generation = {name: value for name, value in config.items() if name in names}
+    try:
+        options, ignored = usable_options(generation)
+        notes += [f"{source}: {note}" for note in ignored]
+        cfg = GenerationConfig.from_hf(options, model=model)
+    except (JaxgenError, TypeError) as error:
+        problems.append(f"{path / source}: {error}")
+    return model, cfg, problems, notes
+
+
+def renamed(
+    tensors: Mapping[str, Tensor], listed: set[str] | None
+) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
+    """Return the tensors and `listed` under the names of `AutoModelForCausalLM`'s parameters, and notes.
+
+    As in transformers, the tensors of a base model get the prefix "model." (if no name has it), and the heads for other
+    tasks are left out.
+    """
+    is_base = not any(name.startswith("model.") for name in (*tensors, *(listed or ())))
+
+    def names(given: Collection[str]) -> dict[str, str]:
+        return {
+            f"model.{name}" if is_base and name.split(".")[0] in _BASE else name: name
+            for name in given
+            if not _OTHER_HEADS.fullmatch(name)
+        }
+
+    heads = sorted(filter(_OTHER_HEADS.fullmatch, tensors))
+    notes = [f"heads for other tasks are ignored: {one_line(', '.join(heads), 200)}"] if heads else []
+    own = {name: tensors[given] for name, given in names(tensors).items()}
+    return own, None if listed is None else set(names(listed)), notes
