@@ -149,7 +149,7 @@ def _files(folder: Path) -> list[str]:
 def _fault(folder: Path, names: Collection[str] | None = None) -> str:
     """Return what is wrong with a state's files, or an empty string. Check only the files in `names`, if given."""
     try:
-        lines = (folder / _SUMS).read_text("utf-8").splitlines()
+        lines = (folder / _SUMS).read_bytes().decode().split("\n")[:-1]
     except (OSError, UnicodeError):
         return f"{_SUMS} cannot be read"
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}

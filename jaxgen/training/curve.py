@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Point = tuple[float, float]
-LEFT, RIGHT, WIDTH, HEIGHT = 70, 700, 720, 470
+LEFT, RIGHT, WIDTH, HEIGHT = 70, 700, 720, 480
 MOST = 300  # the maximum number of points in a line; more points are averaged in groups
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c1e21; }
-.back { fill: #fff; } .grid { stroke: #d9dce3; } .line { fill: none; stroke-width: 2; }
+.back { fill: #fff; } .grid { stroke: #d9dce3; } .line { fill: none; stroke-width: 2; stroke-linecap: round; }
 .train { stroke: #2757c4; } .held-out { stroke: #c2570c; } .dot { fill: #c2570c; } .hover { fill: transparent; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6e6e6; } .back { fill: #16181d; } .grid { stroke: #333843; }
@@ -27,8 +27,9 @@ def curve(entries: Iterable[dict[str, Any]]) -> str:
     held_out = _points(entries, "eval_loss")
     last = max((step for step, _ in losses + held_out), default=1)
     parts = [f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>', *_legend(held_out)]
-    parts += _panel(50, 320, last, [("train", losses), ("held-out", held_out)])
-    parts += [f'<text x="{LEFT}" y="352">learning rate</text>', *_panel(362, 430, last, [("train", rates)])]
+    parts += _panel(50, 310, last, [("train", losses), ("held-out", held_out)], _loss_ticks(losses + held_out))
+    parts.append(f'<text x="{LEFT}" y="362">learning rate</text>')
+    parts += _panel(372, 436, last, [("train", rates)], _ticks(0.0, max((rate for _, rate in rates), default=1.0), 1))
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     body = "\n".join(parts)
@@ -57,15 +58,20 @@ def _legend(held_out: Sequence[Point]) -> list[str]:
     return parts
 
 
-def _panel(top: int, bottom: int, last: float, lines: Sequence[tuple[str, Sequence[Point]]]) -> list[str]:
-    """Return the parts of a panel: a grid with labels, and lines over the steps from 0 to `last`."""
-    values = [value for _, points in lines for _, value in points] or [0.0]
-    ticks = _ticks(min(values), max(values), (bottom - top) // 40)
-    low, high = min(ticks[0], *values), max(ticks[-1], *values)
+def _panel(
+    top: int, bottom: int, last: float, lines: Sequence[tuple[str, Sequence[Point]]], ticks: Sequence[float]
+) -> list[str]:
+    """Return the parts of a panel: a grid with labels, and lines over the steps from 0 to `last`.
+
+    `ticks` are the labeled values, which include both ends. The scale is logarithmic if they are not equidistant.
+    """
+    is_log = len(ticks) > 2 and not math.isclose(ticks[1] - ticks[0], ticks[2] - ticks[1])
+    scale = math.log if is_log else float
+    low, high = scale(ticks[0]), scale(ticks[-1])
 
     def place(step: float, value: float) -> tuple[str, str]:
         x = LEFT + (RIGHT - LEFT) * step / last
-        return f"{x:.1f}", f"{bottom - (bottom - top) * (value - low) / (high - low):.1f}"
+        return f"{x:.1f}", f"{bottom - (bottom - top) * (scale(value) - low) / (high - low):.1f}"
 
     parts = []
     for tick in ticks:
@@ -73,15 +79,27 @@ def _panel(top: int, bottom: int, last: float, lines: Sequence[tuple[str, Sequen
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     for tick in (tick for tick in _ticks(0, last, 8) if tick <= last and tick == int(tick)):
-        parts.append(f'<text x="{place(tick, low)[0]}" y="{bottom + 20}" text-anchor="middle">{tick:.0f}</text>')
+        parts.append(f'<text x="{place(tick, ticks[0])[0]}" y="{bottom + 20}" text-anchor="middle">{tick:.0f}</text>')
     for kind, points in lines:
         places = [place(*point) for point in points]
-        parts.append(f'<polyline class="line {kind}" points="{" ".join(map(",".join, places))}"/>')
+        parts.append(f'<polyline class="line {kind}" points="{" ".join(map(",".join, places[:1] + places))}"/>')
         look = ("dot", 4) if kind == "held-out" else ("hover", 6)
         for (x, y), (step, value) in zip(places, points, strict=True):
             title = f"<title>step {step}: {value:.4g}</title>"
             parts.append(f'<circle class="{look[0]}" cx="{x}" cy="{y}" r="{look[1]}">{title}</circle>')
     return parts
+
+
+def _loss_ticks(points: Sequence[Point]) -> list[float]:
+    """Return round numbers that include all losses. They are equidistant unless the losses differ by a factor of 10."""
+    values = [value for _, value in points] or [1.0]
+    low, high = min(values), max(values)
+    if not 0 < 10 * low < high:
+        return _ticks(low, high, 6)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    first = max(number for number, tick in enumerate(ticks) if tick <= low)
+    return ticks[first : min(number for number, tick in enumerate(ticks) if tick >= high) + 1]
 
 
 def _ticks(low: float, high: float, most: int) -> list[float]:
