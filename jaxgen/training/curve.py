@@ -25,7 +25,7 @@ def curve(entries: Iterable[dict[str, Any]]) -> str:
     entries = list(entries)
     losses, rates = (_averaged(_points(entries, name)) for name in ("loss", "learning_rate"))
     held_out = _points(entries, "eval_loss")
-    last = max((step for step, _ in losses + held_out), default=1)
+    last = max([1, *(step for step, _ in losses + held_out)])
     parts = [f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>', *_legend(held_out)]
     parts += _panel(50, 310, last, [("train", losses), ("held-out", held_out)], _loss_ticks(losses + held_out))
     parts.append(f'<text x="{LEFT}" y="362">learning rate</text>')

@@ -3,6 +3,7 @@
 The process itself never starts jax's backends, so that it can fork.
 """
 
+import functools
 import os
 import random
 import shutil
@@ -93,7 +94,7 @@ def main(folder: Path) -> None:
         shutil.rmtree(directory)
         return killed
 
-    while attempt(lambda directory: save_until(directory, 3, kills + 1)):
+    while attempt(functools.partial(save_until, step=3, last=kills + 1)):
         kills += 1
     for _ in range(10):
         attempt(lambda directory: save(directory, 3), after=draw.uniform(0.1, 0.6))
