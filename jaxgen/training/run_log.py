@@ -67,8 +67,8 @@ class RunLog:
             must_save |= self.keeps_best and is_lowest
         finished = self.is_finished(step)
         if finished and step < self.steps:
-            count = self.record.evaluations_since_lowest()
-            self.say(f"stopping after step {step}: the last {count} evaluations did not lower the held-out loss")
+            lowest = self.record.lowest()
+            self.say(f"stopping after step {step}: the held-out loss has not been lower since step {lowest}")
         if self.directory is not None and (must_save or finished):
             self._save(self.directory, step, state, finished)
 

@@ -241,7 +241,7 @@ class TestRecord:
         record = comparable(tmp_path / "out")["training.jsonl"]
         losses = {entry["step"]: entry["eval_loss"] for entry in record if "eval_loss" in entry}
         best = min(losses, key=losses.get)
-        assert f"stopping after step {best + 6}: the last 3 evaluations" in err
+        assert f"stopping after step {best + 6}: the held-out loss has not been lower since step {best}" in err
         assert max(losses) == best + 6 < 200
         assert held_out(err)[1] == pytest.approx(losses[best], abs=1e-3)
         assert best in saved(tmp_path / "out.training")
@@ -445,6 +445,11 @@ class TestMistakes:
             train_options.parse(["--help"])
         assert exit_.value.code == 0
         assert "--lora-alpha" in capsys.readouterr().out
+
+    def test_compiled_programs_are_kept_unless_turned_off(self, data):
+        words = ["--data", str(data), "--model", "model", "--out", "out"]
+        assert train_options.parse(words).compile_cache is True
+        assert train_options.parse([*words, "--no-compile-cache"]).compile_cache is False
 
 
 class TestParts:

@@ -152,7 +152,7 @@ class TestBest:
         loss = Losses()
         best = run(tmp_path, loss, keep_best=True, patience=1, lines=lines)
         assert_equal(best, loss.seen[2])
-        assert lines[-1] == "stopping after step 6: the last 1 evaluations did not lower the held-out loss"
+        assert lines[-1] == "stopping after step 6: the held-out loss has not been lower since step 4"
         assert saved(tmp_path) == [4, 6]
         nothing = Losses([])
         assert_equal(run(tmp_path, nothing, keep_best=True, patience=1), best)  # the run is still over
