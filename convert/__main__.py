@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,10 +76,10 @@ def convert(options: argparse.Namespace) -> int:
     config = checkpoint.config | dict.fromkeys(dtypes, checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(options.quantize)
     sizes = checkpoint.sizes(wanted)
-    count = itertools.count(1)
+    progress = _Progress("writing", len(sizes))
 
     def read(name: str) -> np.ndarray:
-        _progress("writing", next(count), len(sizes))
+        progress.count()
         return checkpoint.read(name, wanted)
 
     with new_directory(target, overwrite=options.overwrite) as directory:
@@ -100,8 +100,9 @@ def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> 
     """Return the names of tensors that only one checkpoint has, or that differ once `source` is cast to `wanted`."""
     different = set(source.tensors) ^ set(target.tensors)
     common = [name for name in source.tensors if name in target.tensors]
-    for number, name in enumerate(common, 1):
-        _progress("comparing", number, len(common))
+    progress = _Progress("comparing", len(common))
+    for name in common:
+        progress.count()
         if not same_bits(source.read(name, wanted), target.read(name, None)):
             different.add(name)
     return in_order(different)
@@ -165,13 +166,28 @@ def _in_one_line(error: Exception) -> str:
     return "; ".join(error.first + ([f"and {more:,} more"] if more else []))
 
 
-def _progress(verb: str, number: int, total: int) -> None:
-    """Report progress on stderr: update one line on a terminal, otherwise print a line for every 10% of the tensors."""
-    text = f"{verb} tensor {number} of {total}"
-    if sys.stderr.isatty():
-        print(f"\r{text}", end="\n" if number == total else "", file=sys.stderr, flush=True)
-    elif number * 10 // total > (number - 1) * 10 // total:
-        print(text, file=sys.stderr)
+class _Progress:
+    """Reports progress on stderr: after a second, by updating one line on a terminal, or else every ten seconds."""
+
+    def __init__(self, verb: str, total: int):
+        self.verb, self.total, self.number = verb, total, 0
+        self.on_terminal = sys.stderr.isatty()
+        self.next = time.monotonic() + (1 if self.on_terminal else 10)
+        self.shown = False
+
+    def count(self) -> None:
+        """Count the next tensor, before it is read."""
+        self.number += 1
+        last = self.number == self.total
+        if time.monotonic() < self.next and not (last and self.shown):
+            return
+        text = f"{self.verb} tensor {self.number} of {self.total}"
+        if self.on_terminal:
+            print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+            self.next = time.monotonic() + 10
+        self.shown = True
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a hidden directory to fill; rename it to `target` if the block exits without an error.
 
     After an error, the hidden directory is removed and `target` is unchanged. An existing `target` is replaced only if
-    it is an empty directory or, with `overwrite`, a checkpoint.
+    it is an empty directory or, with `overwrite`, a checkpoint or an adapter.
 
     Raises:
         CheckpointError: `target` exists and cannot be replaced, or its parent directory is missing.
@@ -96,8 +96,9 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError([f"{target} exists: choose another name, or overwrite=True (--overwrite) to replace it"])
-    if not (target / "config.json").is_file():
-        raise CheckpointError([f"{target} is not a checkpoint (no config.json), so it is kept: choose another name"])
+    if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
+        missing = "is neither a checkpoint (no config.json) nor an adapter (no adapter_config.json)"
+        raise CheckpointError([f"{target} {missing}, so it is kept: choose another name"])
     if folders := sorted(path.name for path in inside if path.is_dir() and not path.is_symlink()):
         found = ", ".join(folders)
         raise CheckpointError([f"{target} contains folders that would be deleted ({found}): choose another name"])

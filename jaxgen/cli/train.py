@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
-from jaxgen.training.checkpoint import alone_in, remove_state
+from jaxgen.training.checkpoint import alone_in
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
 from jaxgen.training.loop import TrainBatch, TrainConfig, can_resume, evaluate, train
+from jaxgen.training.record import CURVE, ENTRIES, Evaluation
 
 
 def train_and_save(options: argparse.Namespace) -> None:
@@ -43,20 +45,22 @@ def train_and_save(options: argparse.Namespace) -> None:
     out = options.out.resolve()
     work = out.with_name(f"{out.name}.training")
     with alone_in(work):
-        if can_resume(work, model=job.model, cfg=job.cfg, run=job.run):
-            terminal.write(f"resuming from the state in {work}")
-        else:
+        if not can_resume(work, model=job.model, cfg=job.cfg, run=job.run, replace=options.overwrite):
             terminal.write(f"the state is saved in {work} every {options.save_every} steps")
-        _say_held_out(job, "before")
         params = _trained(job, work, options)
-        if options.save_adapter:
-            save_adapter(params, job.source.cfg, out, base=options.model, overwrite=options.overwrite)
-        else:
-            with new_directory(out, overwrite=options.overwrite) as directory:
+        with new_directory(out, overwrite=options.overwrite) as directory:
+            if options.save_adapter:
+                save_adapter(params, job.source.cfg, directory, base=options.model)
+            else:
                 _write(params, job, directory)
-        remove_state(work)
-    terminal.write(f"{options.out} written")
-    _say_held_out(job, "after", params if options.save_adapter else load_hf(out)[0])
+            for name in (ENTRIES, CURVE):
+                shutil.copyfile(work / name, directory / name)
+    terminal.write(f"{options.out} written, with {ENTRIES} and {CURVE}")
+    if job.held_out is not None:
+        params = params if options.save_adapter else load_hf(out)[0]
+        terminal.write(f"held-out loss after: {_held_out_loss(job, job.held_out, params):.4f}")
+    size = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
+    terminal.write(f"{work} ({size_text(size)}) has the last states: keep it to continue with more steps, or delete it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,7 @@ class _TrainJob:
     cfg: TrainConfig
     batch: int
     rank: int
+    targets: tuple[str, ...]
     run: str
 
 
@@ -109,10 +114,14 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     held_out = None
     if options.eval_data is not None:
         held_out = _rows(options.eval_data, read_examples(options.eval_data, tokenizer), width, model)
+    if options.targets is not None:
+        lora.check_targets(options.targets)
     cfg = _train_config(options, source, len(rows.ids))
     config, generation = _with_endings(source, tokenizer, examples)
-    run = f"{_fingerprint(source, rows)} batch {options.batch} rank {options.lora}"
-    job = _TrainJob(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, run)
+    targets = options.targets or lora.TARGETS
+    run = f"{_fingerprint(source, rows, held_out)} batch {options.batch} warmup {options.warmup} rank {options.lora}"
+    run += f" targets {sorted(targets)}" if options.lora else ""
+    job = _TrainJob(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, targets, run)
     _check_memory(job)
     terminal.write(
         f"{len(examples):,} examples in {len(rows.ids):,} rows of {width} tokens, {np.sum(rows.labels != IGNORED):,} "
@@ -175,11 +184,12 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
     return config, generation
 
 
-def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
-    """Return a digest of the rows and of the checkpoint's tensors."""
+def _fingerprint(source: Checkpoint, rows: TrainBatch, held_out: TrainBatch | None) -> str:
+    """Return a digest of the data and of the checkpoint's tensors."""
     digest = hashlib.sha256()
-    for array in (rows.ids, rows.labels, rows.segments):
-        digest.update(np.ascontiguousarray(array).data)
+    for data in filter(None, (rows, held_out)):
+        for array in (data.ids, data.labels, data.segments):
+            digest.update(np.ascontiguousarray(array).data)
     return f"{digest.hexdigest()} {fingerprint(source)}"
 
 
@@ -197,9 +207,10 @@ def _check_memory(job: _TrainJob) -> None:
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
+    key = jax.random.key(job.cfg.seed)
     trained = train(
         # The parameters are not assigned to a variable, so that `train` can free them after copying them.
-        load_hf(job.source.path)[0] if frozen is None else lora.init(frozen, job.rank, jax.random.key(job.cfg.seed)),
+        load_hf(job.source.path)[0] if frozen is None else lora.init(frozen, job.rank, key, job.targets),
         shuffled(job.rows, job.batch, job.cfg.seed),
         model=job.model,
         cfg=job.cfg,
@@ -209,6 +220,7 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
         save_every=options.save_every,
         report_every=options.report_every,
         report=terminal.write,
+        evaluation=_evaluation(job, frozen, options),
     )
     if frozen is not None:
         combine = lora.attach if options.save_adapter else lora.merge
@@ -226,10 +238,18 @@ def _write(params, job: _TrainJob, directory: Path) -> None:
     write_arrays(directory, job.config, job.generation, arrays)
 
 
-def _say_held_out(job: _TrainJob, when: str, params: Any = None) -> None:
-    if job.held_out is None:
-        return
-    params = load_hf(job.source.path)[0] if params is None else params
+def _evaluation(job: _TrainJob, frozen: Any, options: argparse.Namespace) -> Evaluation | None:
+    data = job.held_out
+    if data is None:
+        return None
+
+    def loss(trained) -> float:
+        params = trained if frozen is None else lora.attach(frozen, trained, job.cfg.lora_scale)
+        return _held_out_loss(job, data, params)
+
+    return Evaluation(loss, options.eval_every, keep_best=options.keep_best, patience=options.patience)
+
+
+def _held_out_loss(job: _TrainJob, data: TrainBatch, params: Any) -> float:
     rows = job.batch // job.cfg.accumulate
-    loss = evaluate(params, job.held_out, model=job.model, dtype=job.cfg.dtype, rows=rows)
-    terminal.write(f"held-out loss {when}: {loss:.4f}")
+    return evaluate(params, data, model=job.model, dtype=job.cfg.dtype, rows=rows)

@@ -20,14 +20,19 @@ def parser() -> arguments.Parser:
         description="Fine-tune a checkpoint: all weights, or with --lora low-rank updates that are "
         "merged into them at the end. Progress goes to stderr.",
         epilog="To resume an interrupted run, repeat the command: it continues from the last saved state, in "
-        "OUT.training.",
+        "OUT.training. To continue a finished run, add --overwrite and increase --steps or --epochs. The losses are "
+        "recorded in OUT/training.jsonl and drawn in OUT/training.svg.",
     )
     add = result.add_argument
     add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
     add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
+    add("--eval-every", type=arguments.count, metavar="N", help="also report the held-out loss every N steps")
+    add("--keep-best", action="store_true", help="write the weights with the lowest held-out loss, not the last ones")
+    stop = "stop after N evaluations in a row that did not lower the held-out loss (default: never)"
+    add("--patience", type=arguments.count, metavar="N", help=stop)
     add("--model", metavar="DIR", help="the directory of a Hugging Face checkpoint, or its id on the hub")
     add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
-    add("--overwrite", action="store_true", help="replace the checkpoint --out")
+    add("--overwrite", action="store_true", help="replace --out, and the states of the run that wrote it")
     length = result.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
     length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
@@ -42,11 +47,15 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
+    targets = "matrices that get updates, separated by commas, such as q_proj,v_proj (default: all 7 of a layer)"
+    add("--targets", type=_names, metavar="NAMES", help=targets)
     kept = "write the updates to --out as an adapter in PEFT's format, instead of a checkpoint with the updates"
     add("--save-adapter", action="store_true", help=kept)
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
+    keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
+    add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
     add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
     return result
@@ -63,8 +72,24 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             command.error(f"--{name} is missing: name the {what}")
     if options.batch % options.accumulate:
         command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
-    if options.lora_alpha is not None and not options.lora:
-        command.error("--lora-alpha scales low-rank updates: set --lora RANK too")
-    if options.save_adapter and not options.lora:
-        command.error("--save-adapter writes low-rank updates: set --lora RANK too")
+    _check_pairs(command, options)
     return options
+
+
+def _check_pairs(command: arguments.Parser, options: argparse.Namespace) -> None:
+    """Raise an error if an option is given without another one that it needs."""
+    needs = {
+        "--lora-alpha": (options.lora_alpha, "scales low-rank updates: set --lora RANK too", options.lora),
+        "--targets": (options.targets, "chooses where low-rank updates are: set --lora RANK too", options.lora),
+        "--save-adapter": (options.save_adapter, "writes low-rank updates: set --lora RANK too", options.lora),
+        "--eval-every": (options.eval_every, "evaluates held-out data: set --eval-data FILE too", options.eval_data),
+        "--keep-best": (options.keep_best, "compares evaluations: set --eval-every N too", options.eval_every),
+        "--patience": (options.patience, "counts evaluations: set --eval-every N too", options.eval_every),
+    }
+    for name, (given, reason, needed) in needs.items():
+        if given and not needed:
+            command.error(f"{name} {reason}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))

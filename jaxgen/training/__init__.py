@@ -15,3 +15,4 @@ from jaxgen.training.loop import (
     train as train,
     train_step as train_step,
 )
+from jaxgen.training.record import Evaluation as Evaluation

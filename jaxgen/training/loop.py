@@ -10,7 +10,7 @@ The step is a function of a state and a batch. Jit the function and call it in y
 from __future__ import annotations
 
 import dataclasses
-import time
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from jaxgen.model.loss import next_token_loss
 from jaxgen.model.sharding import mesh_of, place_rows, replicate
 from jaxgen.model.weights import has_quantized
 from jaxgen.programs import Program, program
-from jaxgen.training.checkpoint import has_state, read_state, write_state
+from jaxgen.training.checkpoint import newest_notes, read_state, remove_states
 from jaxgen.training.lora import attach
+from jaxgen.training.record import Evaluation
+from jaxgen.training.run_log import RunLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +238,7 @@ def train(
     save_every: int = 100,
     report_every: int = 10,
     report: Callable[[str], None] | None = None,
+    evaluation: Evaluation | None = None,
 ):
     """Train, and return the trained parameters in float32.
 
@@ -246,49 +249,84 @@ def train(
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
-        directory: the state is saved here every `save_every` steps. Each process saves its own part, so all
-            processes must share the directory. A killed run resumes from this state, with bit-identical results.
+        directory: the newest two states and the state with the lowest held-out loss are saved here, and the record:
+            training.jsonl and training.svg. Each process saves its own part of a state, so all processes must share
+            the directory. A killed run resumes from the newest undamaged state, with bit-identical results. A finished
+            run continues if `cfg.steps` is raised; `steps` and `warmup` are the only settings that may change.
         run: identifies everything else that the result depends on. A state from a different run is an error.
-        save_every: the number of steps between saved states.
+        save_every: the number of steps between saved states. The last state is always saved.
         report_every: the number of steps between reports.
         report: called with each line of progress.
+        evaluation: measures a held-out loss during training. `keep_best` needs a directory.
 
     Raises:
-        InputError: the state in `directory` is from a run with different settings, or is damaged.
+        InputError: the state in `directory` is from a run with different settings, or all states are damaged.
         ConfigError: the loss became infinite or NaN.
     """
-    settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
+    mesh = mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
     del params  # the state contains copies; the originals are freed once the caller drops its references
-    if directory is not None and has_state(directory, settings):
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    log = RunLog(cfg.steps, directory, _settings(model, cfg, run), evaluation, report)
+    if directory is not None and can_resume(directory, model=model, cfg=cfg, run=run):
+        like = _shapes(state)
         del state  # frees memory for the saved state
-        state = read_state(directory, like)
-    meter = _Meter(cfg.steps, report or (lambda line: None))
-    for step in range(int(state.step), cfg.steps):
+        state = log.resume(directory, like)
+    else:
+        log.begin(state)
+    step = int(state.step)
+    while not log.is_finished(step):
         batch = batches(step)
         tokens = int(np.sum(np.asarray(batch.segments) > 0))  # counted before the rows are split across processes
         batch = jax.device_put(batch) if mesh is None else place_rows(batch, mesh)
         state, metrics = _step(state, batch, frozen, model=model, cfg=cfg)
-        meter.count(metrics, tokens)
-        done = step + 1
-        if done % report_every == 0 or done == cfg.steps:
-            meter.report_step(done, metrics)
-        if directory is not None and (done % save_every == 0 or done == cfg.steps):
-            write_state(directory, state, done, settings)
+        step += 1
+        log.count(step, state, metrics, tokens, report_every=report_every, save_every=save_every)
+    if directory is not None and (best := log.best()) not in (None, step):
+        like = _shapes(state)
+        del state
+        state = read_state(directory, best, like)
     return state.params
 
 
 _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["state"])
 
 
-def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return True if `train` would resume from `directory`; a state with different or damaged settings is an error."""
-    return has_state(directory, _settings(model, cfg, run))
+def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "", replace: bool = False) -> bool:
+    """Return True if `train` would resume from `directory`. This only reads the notes of the newest state.
+
+    `replace` removes the states of a finished run with other settings.
+
+    Raises:
+        InputError: the state is from a run with other settings, or from a step after the last one, or the notes of all
+            states are damaged.
+    """
+    notes = newest_notes(directory)
+    if notes is None:
+        return False
+    if notes["settings"] == _settings(model, cfg, run):
+        if notes["step"] > cfg.steps:
+            raise InputError(
+                f"{directory} has the state after {notes['step']} steps, but steps is {cfg.steps}: "
+                "use more steps to continue, or remove it to start again"
+            )
+        return True
+    if replace and notes["finished"]:
+        remove_states(directory)
+        return False
+    raise InputError(
+        f"{directory} has the state of a run with other settings or data: "
+        "use the same ones to resume it, or remove it to start again"
+    )
 
 
 def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
-    return f"{model} {cfg} {run}"
+    """Return a digest of everything that must not change when a run resumes."""
+    fixed = dataclasses.replace(cfg, steps=1, warmup=0)
+    return hashlib.sha256(f"{model} {fixed} {run}".encode()).hexdigest()
+
+
+def _shapes(state: TrainState) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
@@ -308,36 +346,3 @@ def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: 
 def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))
-
-
-class _Meter:
-    """Reports progress. Metrics are read only when a report is due, so that steps can queue up on the device."""
-
-    def __init__(self, steps: int, report: Callable[[str], None]):
-        self.steps, self.report = steps, report
-        self.waiting: list[Metrics] = []
-        self.tokens = 0
-        self.since = time.perf_counter()
-
-    def count(self, metrics: Metrics, tokens: int) -> None:
-        self.waiting.append(metrics)
-        self.tokens += tokens
-
-    def report_step(self, step: int, metrics: Metrics) -> None:
-        losses = np.array([float(m.loss) for m in self.waiting])
-        labels = np.array([float(m.tokens) for m in self.waiting])
-        loss = np.sum(losses * labels) / max(1.0, np.sum(labels))
-        if not np.isfinite(loss):
-            raise ConfigError(
-                f"training diverged: the loss is {loss} at step {step}; lower the learning rate or warm up for longer"
-            )
-        seconds = time.perf_counter() - self.since
-        left = (self.steps - step) * seconds / len(self.waiting)
-        self.report(
-            f"step {step}/{self.steps}  loss {loss:.4f}  "
-            f"gradient {float(metrics.gradient_norm):.2f}  rate {float(metrics.learning_rate):.2e}  "
-            f"{self.tokens / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
-        )
-        self.waiting.clear()
-        self.tokens = 0
-        self.since = time.perf_counter()

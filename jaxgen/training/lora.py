@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,12 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     The updates are nested like `params`, with `{"a": float32[r, in], "b": float32[out, r]}` for each projection.
 
     Raises:
-        ConfigError: the rank is below 1, or a target is not in `TARGETS`.
+        ConfigError: the rank is below 1, or `targets` is empty or contains a name that is not in `TARGETS`.
         InputError: some projections were fused by `jaxgen.fuse_projections`.
     """
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")
-    if unknown := sorted(set(targets) - set(TARGETS)):
-        raise ConfigError(f"unknown projections {', '.join(unknown)}: choose from {', '.join(TARGETS)}")
+    check_targets(targets)
 
     def updates(node, key):
         chosen = {}
@@ -46,6 +45,14 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
         return chosen
 
     return updates(params, key)
+
+
+def check_targets(targets: Collection[str]) -> None:
+    """Raise a `ConfigError` if there are no targets, or if one of them is not in `TARGETS`."""
+    unknown = [repr(name) for name in targets if name not in TARGETS]
+    if unknown or not targets:
+        found = f"unknown projections {', '.join(unknown)}" if unknown else "no projections are named"
+        raise ConfigError(f"targets: {found}: choose from {', '.join(TARGETS)}")
 
 
 def attach(params, updates, scale: float):

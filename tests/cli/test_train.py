@@ -96,6 +96,24 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+def comparable(folder: Path) -> dict[str, object]:
+    """Return the contents of a result's files, but the record without its speeds."""
+    entries = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    record = [{name: value for name, value in entry.items() if name != "tokens_per_second"} for entry in entries]
+    return files(folder) | {"training.jsonl": record}
+
+
+def saved(work: Path) -> list[int]:
+    return sorted(int(path.name) for path in (work / "states").iterdir())
+
+
+def flip_a_bit(work: Path, step: int) -> None:
+    file = max((work / "states" / str(step)).rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
 class TestResult:
     @pytest.mark.slow
     def test_all_weights(self, run, checkpoint, data, tmp_path):
@@ -104,13 +122,14 @@ class TestResult:
         assert answers(tmp_path / "out") == [answer for _, answer in CHATS]
         before, after = held_out(err)
         assert after < 0.2 < 2 < before
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out", "out.training"]
         for name in TOKENIZER_FILES:
             assert (checkpoint / name).exists() == (tmp_path / "out" / name).exists()
         kept = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
         old, new = files(checkpoint), files(tmp_path / "out")
         assert all(json.loads(old[name]) == json.loads(new[name]) for name in kept)
-        assert old.keys() == new.keys()
+        assert new.keys() - old.keys() == {"training.jsonl", "training.svg"}
+        assert old.keys() <= new.keys()
 
     @pytest.mark.slow
     def test_low_rank_updates_change_their_targets_only(self, run, checkpoint, data, tmp_path):
@@ -191,6 +210,50 @@ def _is_target(name: str) -> bool:
     return name.split(".")[-1] in lora.TARGETS
 
 
+class TestRecord:
+    def test_the_record_and_its_picture_are_beside_the_weights(self, run, data, tmp_path):
+        options = {"eval_data": data, "eval_every": 2, "report_every": 4, "steps": 6}
+        status, err = run(**options)
+        assert status == 0, err
+        entries = [json.loads(line) for line in (tmp_path / "out" / "training.jsonl").read_text().splitlines()]
+        assert [(entry["step"], *sorted({"loss", "eval_loss"} & entry.keys())) for entry in entries] == [
+            (0, "eval_loss"),
+            (2, "eval_loss"),
+            (4, "loss"),
+            (4, "eval_loss"),
+            (6, "loss"),
+            (6, "eval_loss"),
+        ]
+        assert entries[0]["eval_loss"] == pytest.approx(held_out(err)[0], abs=1e-4)
+        assert entries[-1]["eval_loss"] == pytest.approx(held_out(err)[1], abs=1e-4)
+        assert (tmp_path / "out" / "training.svg").read_text().startswith("<svg")
+        assert f"{tmp_path / 'out.training'} (" in err.splitlines()[-1]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [0, 4])
+    def test_the_best_weights_are_written_and_training_stops_early(self, run, data, tmp_path, rank):
+        """Training on one text makes another one less likely after a while."""
+        other = tmp_path / "other.jsonl"
+        other.write_text('{"prompt": "Who are you?", "completion": "A hen."}')
+        options = {"eval_data": other, "eval_every": 2, "steps": 200, "learning_rate": 1e-2, "lora": rank}
+        status, err = run("--keep-best", **options, patience=3)
+        assert status == 0, err
+        record = comparable(tmp_path / "out")["training.jsonl"]
+        losses = {entry["step"]: entry["eval_loss"] for entry in record if "eval_loss" in entry}
+        best = min(losses, key=losses.get)
+        assert f"stopping after step {best + 6}: the held-out loss has not been lower since step {best}" in err
+        assert max(losses) == best + 6 < 200
+        assert held_out(err)[1] == pytest.approx(losses[best], abs=1e-3)
+        assert best in saved(tmp_path / "out.training")
+
+    @pytest.mark.slow
+    def test_targets(self, run, checkpoint, tmp_path):
+        assert run(lora=2, targets="q_proj, down_proj")[0] == 0
+        old, new = weights(checkpoint), weights(tmp_path / "out")
+        changed = {name.split(".")[-2] for name in old if (old[name] != new[name]).any()}
+        assert changed == {"q_proj", "down_proj"}
+
+
 class TestGoingOn:
     @pytest.mark.slow
     def test_a_run_that_was_stopped(self, run, tmp_path, monkeypatch):
@@ -205,13 +268,13 @@ class TestGoingOn:
             patch.setattr(finetune, "shuffled", stops_at_50)
             assert run(**options)[0] == 130
         assert not (tmp_path / "out").exists()
-        for other in ({"steps": 10}, {"batch": 4}, {"width": 50}, {"lora": 3}, {"seed": 1}):
-            status, err = run(**{**options, **other})
+        for other in ({"batch": 4}, {"width": 50}, {"lora": 3}, {"seed": 1}, {"warmup": 0.5}, {"targets": "q_proj"}):
+            status, err = run("--overwrite", **{**options, **other})
             assert (status, "of a run with other settings or data" in err) == (2, True), other
+        assert "has the state after 40 steps, but steps is 10: use more" in run(**{**options, "steps": 10})[1]
         status, err = run(**options)
-        assert (status, "resuming from the state" in err) == (0, True)
-        assert files(tmp_path / "out") == files(tmp_path / "whole")
-        assert not (tmp_path / "out.training").exists()
+        assert (status, "resuming after step 40 from the state in" in err) == (0, True)
+        assert comparable(tmp_path / "out") == comparable(tmp_path / "whole")
 
     @pytest.mark.slow
     def test_other_data_or_another_checkpoint(self, run, checkpoint, data, tmp_path, monkeypatch):
@@ -230,15 +293,38 @@ class TestGoingOn:
             assert "another process is training in" in run()[1]
         assert not (tmp_path / "out.training").exists()
 
-    def test_damaged_states(self, run, tmp_path):
+    @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+    def test_a_finished_run_continues_from_an_undamaged_state(self, run, tmp_path, rank):
+        work, words = tmp_path / "out.training", ["--save-adapter"] * (rank > 0)
+        assert run(*words, lora=rank, steps=6, save_every=4)[0] == 0
+        assert saved(work) == [4, 6]
+        assert "exists: choose another name" in run(*words, lora=rank, steps=8)[1]
+        flip_a_bit(work, 6)
+        status, err = run(*words, "--overwrite", lora=rank, steps=8, report_every=2)
+        assert status == 0, err
+        (warning,) = [line for line in err.splitlines() if "warning" in line]
+        assert f"the state of step 6 in {work} is damaged and will not be used: " in warning
+        assert warning.endswith("differs from its checksum")
+        assert f"resuming after step 4 from the state in {work}" in err
+        entries = comparable(tmp_path / "out")["training.jsonl"]
+        assert [entry["step"] for entry in entries] == [6, 8]
+        for step in saved(work):
+            flip_a_bit(work, step)
+        out = files(tmp_path / "out")
+        status, err = run(*words, "--overwrite", lora=rank, steps=9)
+        assert (status, err.count("jaxgen: ")) == (2, 1)
+        assert err.endswith("differs from its checksum); remove it to start again\n")
+        assert files(tmp_path / "out") == out
+
+    def test_a_truncated_state_alone(self, run, tmp_path):
         work = tmp_path / "out.training"
-        write_state(work, {"a": jnp.zeros(9)}, 1, "settings")
-        (settings,) = work.rglob("settings/metadata")
-        for damaged in ("", "{"):
-            settings.write_text(damaged)
-            status, err = run()
-            assert (status, "is damaged" in err) == (2, True), err
-            assert err.endswith("remove it to start again\n")
+        write_state(work, {"a": jnp.zeros(9)}, 1, {"finished": False})
+        (notes,) = work.rglob("notes.json")
+        notes.write_text("{")
+        status, err = run()
+        assert (status, err.count("jaxgen: ")) == (2, 1), err
+        assert "the only saved state is damaged (step 1: notes.json differs from its checksum)" in err
+        assert err.endswith("remove it to start again\n")
 
     @pytest.mark.slow
     def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
@@ -256,7 +342,7 @@ class TestGoingOn:
             return err
 
         finish(start(tmp_path / "whole"))
-        whole, out = files(tmp_path / "whole"), tmp_path / "out"
+        whole, out = comparable(tmp_path / "whole"), tmp_path / "out"
         draw, kills = random.Random(0), int(os.environ.get("JAXGEN_KILLS", "4"))
         killed = resumed = 0
         while killed < kills or not out.exists():
@@ -267,12 +353,12 @@ class TestGoingOn:
             resumed += "resuming" in finish(process)
             killed += process.returncode != 0
             if out.exists():
-                assert files(out) == whole
+                assert comparable(out) == whole
                 if killed < kills:
                     shutil.rmtree(out)
                     shutil.rmtree(tmp_path / "out.training", ignore_errors=True)
         assert resumed >= kills / 4
-        assert files(out) == whole
+        assert comparable(out) == whole
 
 
 def _interrupt(*_):
@@ -302,6 +388,13 @@ class TestMistakes:
             ([], {"width": 1}, "at least 2 tokens"),
             ([], {"width": 10}, "no line has tokens to learn from among its first 10: raise --width"),
             ([], {"lora": -1}, "--lora: -1 must be at least 0"),
+            ([], {"targets": "q_proj"}, "--targets chooses where low-rank updates are: set --lora RANK too"),
+            ([], {"lora": 2, "targets": "q_proj,q"}, "targets: unknown projections 'q': choose from q_proj, k_proj,"),
+            ([], {"lora": 2, "targets": ""}, "targets: unknown projections '': choose from q_proj"),
+            ([], {"eval_every": 2}, "--eval-every evaluates held-out data: set --eval-data FILE too"),
+            (["--keep-best"], {}, "--keep-best compares evaluations: set --eval-every N too"),
+            ([], {"patience": 2}, "--patience counts evaluations: set --eval-every N too"),
+            ([], {"patience": 0}, "--patience: 0 must be at least 1"),
             ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: set --lora RANK too"),
             ([], {"dtype": "int8"}, "--dtype"),
         ],
@@ -352,6 +445,11 @@ class TestMistakes:
             train_options.parse(["--help"])
         assert exit_.value.code == 0
         assert "--lora-alpha" in capsys.readouterr().out
+
+    def test_compiled_programs_are_kept_unless_turned_off(self, data):
+        words = ["--data", str(data), "--model", "model", "--out", "out"]
+        assert train_options.parse(words).compile_cache is True
+        assert train_options.parse([*words, "--no-compile-cache"]).compile_cache is False
 
 
 class TestParts:

@@ -98,7 +98,7 @@ def test_what_is_never_replaced(tmp_path, target):
     target.unlink()
     target.mkdir()
     (target / "letter.txt").write_text("")
-    assert "is not a checkpoint (no config.json)" in refusal()
+    assert "is neither a checkpoint (no config.json) nor an adapter" in refusal()
     fill(target, "old")
     assert "overwrite=True (--overwrite)" in refusal(overwrite=False)
     (target / ".git").mkdir()

@@ -1,0 +1,114 @@
+"""Saved training states: damage is found, and a killed writer leaves the earlier states intact."""
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import InputError
+from jaxgen.errors import JaxgenWarning
+from jaxgen.training.checkpoint import intact_steps, newest_notes, read_state, write_state
+
+STATE = {"weight": jax.random.normal(jax.random.key(0), (40, 50)), "step": jnp.int32(3)}
+LIKE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
+
+
+def steps(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "states").iterdir())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    for step in (1, 2):
+        write_state(directory, STATE, step, {"step": step}, keep=[1])
+    return directory
+
+
+@pytest.fixture
+def directory(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def damages(content: bytes) -> Iterator[bytes | None]:
+    """Yield damaged versions of a file's content: missing, truncated, or with one flipped bit."""
+    yield None
+    yield from {content[: int(part * len(content))] for part in (0.0, 0.3, 0.9)} - {content}
+    draw = random.Random(len(content))
+    for place in {0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(4))}:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << draw.randrange(8)
+        yield bytes(flipped)
+
+
+def test_any_damage_is_found_and_the_state_before_is_used(directory):
+    files = [file for file in (directory / "states" / "2").rglob("*") if file.is_file()]
+    assert len(files) > 8
+    for file in files:
+        content = file.read_bytes()
+        for damaged in damages(content):
+            file.unlink()
+            if damaged is not None:
+                file.write_bytes(damaged)
+            with pytest.warns(JaxgenWarning, match="the state of step 2 in .* is damaged and will not be used") as told:
+                assert intact_steps(directory) == [1]
+            assert len(told) == 1
+            assert newest_notes(directory)["step"] in (1, 2)
+            file.write_bytes(content)
+    assert intact_steps(directory) == [1, 2]
+    jax.tree.map(np.testing.assert_array_equal, read_state(directory, 2, LIKE), STATE)
+
+
+def test_notes_with_a_flipped_bit_are_never_read(directory):
+    notes = directory / "states" / "2" / "notes.json"
+    notes.write_text(notes.read_text().replace("2", "3"))
+    assert newest_notes(directory) == {"step": 1}
+
+
+def test_if_all_states_are_damaged_the_error_says_what_to_do(directory):
+    for step in (1, 2):
+        (directory / "states" / str(step) / "notes.json").write_text("")
+    for read in (intact_steps, newest_notes):
+        with pytest.raises(InputError) as raised:
+            read(directory)
+        assert str(raised.value) == (
+            f"{directory}: all 2 saved states are damaged (step 2: notes.json differs from its checksum); "
+            "remove it to start again"
+        )
+
+
+def test_a_damaged_state_is_replaced(directory):
+    (directory / "states" / "2" / "notes.json").unlink()
+    (directory / "states" / "3.partial").mkdir()
+    write_state(directory, STATE, 2, {"step": 2}, keep=[1])
+    assert steps(directory) == ["1", "2"]
+    assert intact_steps(directory) == [1, 2]
+    write_state(directory, STATE, 5, {"step": 5}, keep=[2])
+    assert steps(directory) == ["2", "5"]
+
+
+def test_checksums_are_those_of_sha256sum(directory):
+    command = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(command, cwd=directory / "states" / "2", check=False).returncode == 0
+
+
+def test_no_states(tmp_path):
+    assert intact_steps(tmp_path) == []
+    assert newest_notes(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_killed_writer_leaves_the_earlier_states_intact(tmp_path):
+    command = [sys.executable, "-m", "tests.support.killed_states", str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kills, outcomes = map(int, done.stdout.split())
+    assert kills > 20
+    assert outcomes == 2
