@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache  # jax has no public name for its store of files
-from jax._src.compilation_cache_interface import CacheInterface
 
 from jaxgen.errors import InputError, JaxgenWarning
 
@@ -62,19 +60,31 @@ def enable_cache(directory: str | os.PathLike[str] | None = None) -> Path | None
         problem = _problem(own, root if directory is not None else root.parent)
     except (OSError, RuntimeError) as error:  # `Path.home` raises the latter if the user has no home directory
         problem = str(error)
-    if problem is None and not hasattr(compilation_cache, "_cache"):
-        problem = f"jax {jax.__version__} stores them in a way that this version of jaxgen does not know"
+    problem = problem or _install(_Store(own, root), own)
     if problem is not None:
         warnings.warn(f"compiled programs are not stored: {problem}", JaxgenWarning, stacklevel=2)
         return None
-    jax.config.update("jax_compilation_cache_dir", str(own))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache._cache = _Store(own, root)
     return own
 
 
-class _Store(CacheInterface):
-    """Files of compiled programs, each with a checksum. The least recently used ones are removed.
+def _install(store: _Store, directory: Path) -> str | None:
+    """Let jax use a store. Return why it cannot; None if it does."""
+    try:
+        from jax._src import compilation_cache  # there is no public name for the store
+    except ImportError:
+        compilation_cache = None
+    if not hasattr(compilation_cache, "_cache"):
+        return f"jax {jax.__version__} stores them in a way that this version of jaxgen does not know"
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache._cache = store  # pyright: ignore[reportOptionalMemberAccess]
+    return None
+
+
+class _Store:
+    """Files of compiled programs, each with a checksum, with the interface of jax's `CacheInterface`.
+
+    The least recently used files are removed.
 
     Args:
         directory: the files of this kind of machine.

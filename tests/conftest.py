@@ -60,7 +60,9 @@ def programs(request, tmp_path_factory) -> dict[str, str]:
     This process's programs are kept for later runs, in pytest's own cache, which `--cache-clear` empties. Tests kill
     some of the processes that they start, so programs of those are kept for this run only.
     """
-    assert enable_cache(request.config.cache.mkdir("programs")) is not None
+    kept = request.config.cache.mkdir("programs")
+    kept.chmod(0o700)  # otherwise its mode depends on the user's umask
+    assert enable_cache(kept) is not None
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
