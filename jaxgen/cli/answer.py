@@ -283,7 +283,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     adapters = [] if options.adapter is None else [options.adapter]
-    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
+    model = hashlib.sha256(f"{job.source.cfg!r} {job.source.cfg.model!r} {fingerprint(job.source, adapters)}".encode())
     asked = hashlib.sha256(json.dumps([(line.asked, line.ids) for line in job.lines]).encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}

@@ -91,6 +91,13 @@ class Tokenizer:
         self._templates = chat_template.named(config.get("chat_template"))
         self.chat_template = self._templates.get("default")
 
+    def __repr__(self) -> str:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        tokens = [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
+        template = "without a chat template" if self.chat_template is None else "with a chat template"
+        parts = [self.source, f"{self.backend.get_vocab_size():,} tokens", *tokens, template]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer from a local HF directory.
@@ -255,9 +262,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids shared by all conversations that begin with `messages`, for example a system message.
 
-        >>> prefix = tok.chat_prefix(system)                                                # doctest: +SKIP
-        >>> cache = prefill(params, [prefix], cfg)                                          # doctest: +SKIP
-        >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)       # doctest: +SKIP
+        >>> prefix = tok.chat_prefix(system)
+        >>> cache = prefill(params, [prefix], cfg)
+        >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)
 
         The ids end before the first token that the next message could change. The arguments are as in `render_chat`;
         `chat` must be called with the same values.
@@ -311,9 +318,9 @@ class Tokenizer:
     ) -> list[str]:
         """Decode the generated tokens in each row of a `GenerateOutput`, or decode rows of ids.
 
-        >>> tok.decode_batch(out)                                                           # doctest: +SKIP
-        >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
-        >>> tok.decode_batch(sequences)                                                     # doctest: +SKIP
+        >>> tok.decode_batch(out)
+        >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])
+        >>> tok.decode_batch(sequences)
 
         The second call passes the arrays of an output, and is equivalent to the first. Without `prompt_width`, whole
         rows are decoded, including the prompt and any padding that is not a special token, as in HF's `batch_decode`.

@@ -854,6 +854,12 @@ def test_names_of_transformers_say_what_to_call(use, error, message):
         use(byte_level())
 
 
+def test_a_tokenizer_is_printed_with_its_tokens():
+    parts = f"{BYTE_LEVEL.backend.get_vocab_size()} tokens, eos_token='<|im_end|>', pad_token='<|end|>'"
+    assert repr(BYTE_LEVEL) == f"Tokenizer(tokenizer, {parts}, with a chat template)"
+    assert repr(Tokenizer(byte_level_backend())).endswith(" tokens, without a chat template)")
+
+
 def test_the_methods_that_are_named_exist():
     for hint in ELSEWHERE.values():
         for name in re.findall(r"([\w.]+)\(", hint):
