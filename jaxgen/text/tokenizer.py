@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.text import chat_template
-from jaxgen.text.ids import id_list, rows_of, without_prefix
+from jaxgen.text.ids import id_list, prefixes_of, rows_of, without_prefix
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, add_tokens, check_types, read_config
@@ -230,8 +230,9 @@ class Tokenizer:
         more than `max_length` ids is truncated at the config's `truncation_side`; truncation on the right removes the
         generation prompt. The other arguments are as in `render_chat`.
 
-        `after` is the result of `chat_prefix`. Each conversation must begin with the ids in `after`, which are left out
-        of the result. The ids in `after` count toward `max_length`, but only the ids that follow `after` are truncated.
+        `after` is the result of `chat_prefix`, or the `cache` of an output with one row per conversation (or one for
+        all). Each conversation must begin with these ids, or with their text, and they are left out of the result. They
+        count toward `max_length`, but only the ids that follow them are truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -241,16 +242,26 @@ class Tokenizer:
             self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
             for c in conversations
         ]
-        prefix = id_list(after)
-        if not prefix:
+        prefixes = prefixes_of(after, len(rendered))
+        if not any(prefixes):
             return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
-        rows = without_prefix([self.encode(t, add_special_tokens=False) for t in rendered], prefix)
-        if max_length is not None:
-            left = max_length - len(prefix)
-            if left < 1:
-                raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
-            rows = [row[:left] if self.truncation_side == "right" else row[-left:] for row in rows]
-        return self.pad(rows)
+        pairs = enumerate(zip(rendered, prefixes, strict=True))
+        return self.pad([self._encode_after(text, prefix, number, max_length) for number, (text, prefix) in pairs])
+
+    def _encode_after(self, text: str, prefix: list[int], number: int, max_length: int | None) -> list[int]:
+        """Encode a conversation, and return the ids after the prefix."""
+        ids = self.encode(text, add_special_tokens=False)
+        if ids[: len(prefix)] != prefix:  # an answer may have been generated with other tokens than `encode` returns
+            known = self.decode(prefix, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if text.startswith(known):
+                ids = [*prefix, *self.encode(text[len(known) :], add_special_tokens=False)]
+        row = without_prefix(ids, prefix, number)
+        if max_length is None:
+            return row
+        left = max_length - len(prefix)
+        if left < 1:
+            raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
+        return row[:left] if self.truncation_side == "right" else row[-left:]
 
     def chat_prefix(
         self,
