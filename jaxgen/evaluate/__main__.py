@@ -26,7 +26,9 @@ def main(words: Sequence[str] | None = None) -> int:
             from lm_eval.__main__ import cli_evaluate
             from lm_eval.api.registry import model_registry
         except ModuleNotFoundError as error:
-            raise InputError(f'{error.name} is missing: pip install "jaxgen[eval]"') from error
+            raise InputError(
+                f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[eval]"'
+            ) from error
         assert lm_eval.models
         model_registry.register(_MODEL)(_model(options))
         sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
