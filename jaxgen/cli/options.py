@@ -139,6 +139,21 @@ def in_flags(message: str) -> str:
     return _NAMED.sub(flag, message)
 
 
+def in_settings(message: str) -> str:
+    """Replace option names and flags in a message with the words of /set, such as `do_sample false`."""
+
+    def name_of(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return name if name in OPTIONS else match[0]
+
+    def named(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return name + (f" {value.lower() if value in ('True', 'False', 'None') else value}" if value else "")
+
+    named_flags = re.sub(r"(?:argument )?(?:-\w/)?--([a-z][a-z-]*)", name_of, message)
+    return _NAMED.sub(named, named_flags).removesuffix("; see jaxgen --help")
+
+
 def _argument(option: Option) -> dict[str, Any]:
     """Return argparse's keyword arguments for an option."""
     if isinstance(option.kind, Flag):
@@ -227,7 +242,7 @@ def setting(text: str) -> dict[str, Any]:
     if name not in names:
         raise InputError(f"{name} is not an option of a conversation{arguments.suggestion(name, names)}")
     if name == "num_return_sequences":
-        raise InputError("--chat gives one answer per message")
+        raise InputError("a conversation has one answer per message")
     if not value:
         raise InputError(f"/set {name} needs a value")
     if isinstance(OPTIONS[name].kind, Flag):
