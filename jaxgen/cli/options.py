@@ -84,7 +84,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
-    away = "the text that --guidance-scale moves away from (default: the last token)"
+    away = "the text that --guidance-scale moves away from (default: the last token of the prompt)"
     add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
@@ -119,7 +119,9 @@ def add_generation(command: arguments.Parser) -> None:
             group = limits[option.name] = group.add_mutually_exclusive_group()
         letter = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
         note = option.command if isinstance(option.command, str) else ""
-        help_text = in_flags(option.doc).replace("%", "%%") + note
+        values = ("True", "False", "'never'", "'heuristic'", "'constant'")  # as written in Python
+        doc = functools.reduce(lambda text, value: text.replace(value, value.strip("'").lower()), values, option.doc)
+        help_text = in_flags(doc).replace("%", "%%") + note
         group.add_argument(*letter, _flag(option.name), help=help_text, **_argument(option))
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from convert import load_adapter, load_hf, save_hf
 from jaxgen import demo, generate
-from jaxgen.cli import answer as cli, options, printing
+from jaxgen.cli import answer as cli, options, printing, serve_options, train_options
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.adapters import factors, write
@@ -433,3 +434,12 @@ class TestProcess:
         with process(*arguments, PYTHONIOENCODING="ascii", **programs) as command:
             assert command.communicate(timeout=60) == ("?C\n", "")
         assert command.returncode == 0
+
+
+@pytest.mark.parametrize("module", [options, serve_options, train_options])
+@pytest.mark.parametrize("columns", [50, 80, 100])
+def test_help_does_not_break_the_names_of_options(monkeypatch, module, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = module.parser().format_help()
+    assert [line for line in text.splitlines() if re.search(r"(^|\s)--[a-z-]*-$", line)] == []
+    assert not re.search(r"\b(True|False)\b", text)
