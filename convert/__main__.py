@@ -136,13 +136,17 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="SRC", help="a local checkpoint directory")
     add("destination", metavar="DST", nargs="?", help="the directory to write")
-    add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC; ignores 8-bit matrices")
+    add(
+        "--dtype",
+        choices=[dtype.name for dtype in DTYPES.values()],
+        help="convert all but 8-bit matrices; default: as in SRC",
+    )
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
     bits = "write matrices as 8-bit numbers, for jaxgen alone; none: convert such matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
     add("--merge-adapter", metavar="DIR", help="first add a LoRA adapter, as PEFT writes it, to the matrices")
     add("--overwrite", action="store_true", help="replace the checkpoint DST")
-    add("--check", action="store_true", help="then read DST again and compare every tensor")
+    add("--check", action="store_true", help="read DST again at the end, and compare every tensor")
     add("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")
     options, rest = parser.read(words)
     if rest:

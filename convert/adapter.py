@@ -51,10 +51,10 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict[str, Any]:
     """Attach one or more LoRA adapters (arXiv 2106.09685), stored in PEFT's format, to a model's parameters.
 
-    >>> params, cfg = load_hf("Qwen2.5-0.5B-Instruct")                                           # doctest: +SKIP
-    >>> tuned = load_adapter("my-adapter", params, cfg)                                          # doctest: +SKIP
-    >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
-    >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
+    >>> params, cfg = load_hf("Qwen2.5-0.5B-Instruct")
+    >>> tuned = load_adapter("my-adapter", params, cfg)
+    >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)
+    >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))
 
     The update of a matrix is the product of the adapter's matrices B and A, times a scale. The scale is the module's
     alpha / rank, or alpha / sqrt(rank) with `use_rslora`. The update is applied in the dtype of the weights but not

@@ -70,7 +70,7 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
         from huggingface_hub.utils import get_session
     except ImportError as error:
-        advice = 'to download it from the Hugging Face Hub, pip install "jaxgen[hub]"'
+        advice = 'to download it from the Hugging Face Hub, run pip install -e ".[hub]" in the clone of jaxgen'
         raise InputError(f"{name} is not a directory: {advice}") from error
     try:
         with _checked_responses(get_session()):

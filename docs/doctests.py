@@ -1,4 +1,4 @@
-"""Griffe extension for the website: turn doctests in docstrings into code blocks, without their flags."""
+"""Griffe extension for the website: turn the examples in docstrings into code blocks."""
 
 import re
 from typing import Any
@@ -7,15 +7,14 @@ from griffe import Extension, Object
 
 # Python-Markdown would render these as block quotes.
 _DOCTEST = re.compile(r"^( *)>>> .*\n(?:\1\S.*\n|\1 +\S.*\n)*", re.MULTILINE)
-_FLAG = re.compile(r" *# doctest: .*$", re.MULTILINE)
 
 
 class Doctests(Extension):
-    """Fences the doctests in every docstring."""
+    """Fences the examples in every docstring."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Change the docstring of an object that griffe has loaded."""
         if obj.docstring is not None:
             text = obj.docstring.value + "\n"
             fenced = _DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}{found[1]}```\n", text)
-            obj.docstring.value = _FLAG.sub("", fenced).rstrip()
+            obj.docstring.value = fenced.rstrip()

@@ -124,4 +124,5 @@ else:  # hidden from type checkers, which would otherwise accept any name
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        loaded = {"demo", "evaluate", "training"} & set(globals())  # documented modules, once they are imported
+        return sorted({*__all__, "__version__", *loaded})

@@ -21,6 +21,16 @@ from jaxgen.text.json_file import kind_of, parse_json
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
+class Help(argparse.HelpFormatter):
+    """A formatter that never breaks a line within the name of an option."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
@@ -28,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=Help, **options)
         self.reason = reason
 
     def error(self, message: str) -> NoReturn:

@@ -69,7 +69,7 @@ def generate(
 ) -> GenerateOutput:
     """Continue the prompts, like transformers' `generate()`, but as a pure function. For gradients, use `score`.
 
-    >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
+    >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
@@ -145,10 +145,10 @@ def prefill(
     A prefix that many prompts share, such as a system prompt, is then computed and stored only once. A cache with one
     row serves any number of prompts; a cache with n rows serves any multiple of n prompts.
 
-    >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
-    >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
-    >>> ids, mask = tok.chat(conversations, after=prefix)                                        # doctest: +SKIP
-    >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=shared)                 # doctest: +SKIP
+    >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])
+    >>> shared = prefill(params, [prefix], cfg)
+    >>> ids, mask = tok.chat(conversations, after=prefix)
+    >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=shared)
 
     Args:
         params: the parameters.

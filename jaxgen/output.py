@@ -80,8 +80,8 @@ class GenerateOutput:
     def generated(self, aligned: T) -> T:
         """Return the columns of the generated tokens, `[B*R, N, ...]`, from arrays that are aligned with `sequences`.
 
-        >>> scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask)        # doctest: +SKIP
-        >>> out.generated(scores).logprobs    # float32[B*R, N], as out.logprobs                 # doctest: +SKIP
+        >>> scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask)
+        >>> out.generated(scores).logprobs    # float32[B*R, N], as out.logprobs
 
         Args:
             aligned: an array `[B*R, P + N, ...]`, or a tree of such arrays.
@@ -152,11 +152,17 @@ class GenerateOutput:
 def _short(name: str, value: Any) -> str:
     if not hasattr(value, "dtype"):
         return repr(value)
-    is_known = isinstance(value, jax.Array | np.ndarray) and not is_traced(value)
-    if value.ndim > 1 or value.size > 8 or not is_known:
+    is_here = getattr(value, "is_fully_addressable", True)  # False if other processes have some of the rows
+    is_known = isinstance(value, jax.Array | np.ndarray) and not is_traced(value) and is_here
+    if value.ndim > 1 or not is_known or (value.size > 8 and name != "stop_reasons"):
         return f"{value.dtype}{list(value.shape)}"
     values = np.asarray(value).tolist()
-    return f"[{', '.join(StopReason(x).name for x in values)}]" if name == "stop_reasons" else str(values)
+    if name != "stop_reasons":
+        return str(values)
+    names = [StopReason(value).name for value in values]
+    if len(names) > 8:
+        names = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return f"[{', '.join(names)}]"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Compile programs before the first request needs them."""
+"""warmup(): compile programs before the first call needs them.
+
+The module is named differently from the function, so that `jaxgen.warmup` is always the function. `Engine.warmup` does
+the same for an engine.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +44,8 @@ def warmup(
 ) -> int:
     """Compile the programs that calls to `generate` will need, so that the first calls do not have to wait.
 
-    >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
-    6
+    >>> warmup(params, cfg, widths=range(1, 129), lengths=[256], key=jax.random.key(0))
+    3
 
     Each program serves all widths and lengths that round up to the same sizes, and all values of traced options. For
     each pair of sizes, compile one program (three with `streaming`) and generate one token with it. Only the 64 most

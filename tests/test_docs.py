@@ -147,6 +147,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), target
 
 
+def test_jaxgen_is_installed_from_a_clone():
+    # It is not on PyPI, where anybody could register the name.
+    files = [*PAGES, *OTHER_PAGES, *(path for name in ("jaxgen", "convert") for path in (ROOT / name).rglob("*.py"))]
+    assert [named(path) for path in files if re.search(r"pip install [\"']?jaxgen", path.read_text("utf-8"))] == []
+
+
 def test_readme_is_short_and_links_every_chapter():
     text = README.read_text("utf-8")
     assert len(text.splitlines()) <= 200

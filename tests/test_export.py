@@ -292,7 +292,7 @@ def test_parameters_that_cannot_be_arguments_are_refused():
 
 def test_without_flatbuffers(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "jaxgen\[export\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[export\]"'):
         export_generate(SHAPES, GREEDY, batch=2, prompt_width=6)
 
 

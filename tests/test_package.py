@@ -71,6 +71,12 @@ def test_no_module_has_a_public_name():
         assert importlib.util.find_spec(f"jaxgen.{name}") is None, name
 
 
+def test_only_public_names_are_listed():
+    named = [name for name in dir(jaxgen) if name not in jaxgen.__all__]
+    assert set(named) <= {"__version__", "demo", "evaluate", "training"}  # these modules are listed once imported
+    assert set(jaxgen.__all__) < set(dir(jaxgen))
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'jaxgen' has no attribute 'genrate'"):
         jaxgen.genrate  # noqa: B018

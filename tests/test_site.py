@@ -54,9 +54,17 @@ def test_pages_have_their_style_and_search(site):
     assert (site / "search" / "search_index.json").is_file()
 
 
+def test_chapters_are_listed_in_windows_of_1100_pixels(site):
+    files = [*site.glob("assets/stylesheets/*.css"), *site.glob("assets/javascripts/bundle.*.js")]
+    texts = [file.read_text("utf-8") for file in files]
+    assert not re.search(r"76\.\d*em", "".join(texts))
+    assert sum("68.75em" in text for text in texts) == len(texts) == 3
+
+
 def test_docstrings_are_rendered(site):
     text = (site / "docs" / "reference" / "generation" / "index.html").read_text("utf-8")
     assert 'id="jaxgen.generate"' in text
-    assert "doctest:" not in text
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
     assert "<blockquote>" not in text
+    signature = re.sub("<[^>]*>", "", text[text.index('id="jaxgen.generate"') :]).partition("-&gt;")[0]
+    assert signature.count("\n") > 15  # one line per parameter

@@ -117,6 +117,7 @@ def answer(options: argparse.Namespace) -> Stats:
         elif options.input:
             write_answers(job.lines, job.indices, done, session, file, slots=job.slots, batch_size=job.batch_size)
         else:
+            _note_no_streaming(job.cfg, options)
             ids, mask = job.tokenizer.pad([job.lines[0].ids])
             out = generate_and_print(session, ids, Printer(session), attention_mask=mask)
             if options.html is not None and jax.process_index() == 0:
@@ -124,6 +125,16 @@ def answer(options: argparse.Namespace) -> Stats:
                     options.html, session, options.model or "the bundled model", job.lines[0].asked["prompt"], out
                 )
     return stats
+
+
+def _note_no_streaming(cfg: GenerationConfig, options: argparse.Namespace) -> None:
+    """Say that the answer appears only at the end, if this is due to the checkpoint rather than to an option."""
+    names = ("num_return_sequences", "num_beams")
+    given = [name for name in names if getattr(options, name) is None and getattr(cfg, name) > 1]
+    if given:
+        sets = in_flags(" and ".join(f"{name}={getattr(cfg, name)}" for name in given))
+        remedy = in_flags(" ".join(f"{name}=1" for name in given))
+        terminal.say("note", f"the checkpoint sets {sets}: text appears when all is done; {remedy} streams one answer")
 
 
 def _prepare(options: argparse.Namespace) -> _AnswerJob:
@@ -283,7 +294,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     adapters = [] if options.adapter is None else [options.adapter]
-    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
+    model = hashlib.sha256(f"{job.source.cfg!r} {job.source.cfg.model!r} {fingerprint(job.source, adapters)}".encode())
     asked = hashlib.sha256(json.dumps([(line.asked, line.ids) for line in job.lines]).encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}

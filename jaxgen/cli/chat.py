@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 from jaxgen.arguments import suggestion
 from jaxgen.cli import terminal
 from jaxgen.cli.input_file import is_conversation
-from jaxgen.cli.options import in_flags, setting
+from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable
@@ -84,7 +86,7 @@ class Chat:
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         printer = Printer(session)
-        with _on_interrupt(printer.stop):
+        with _on_interrupt(printer.stop), terminal.hidden_typing() as printer.begin:
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
@@ -181,7 +183,8 @@ def converse(chat: Chat, session: Session, given: set[str]) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (adds line editing and history to input())
         _note("Say something. /help lists the commands, Ctrl-D quits.")
-    with _on_interrupt(signal.SIG_IGN):
+    with _on_interrupt(signal.SIG_IGN), warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: terminal.say("warning", in_settings(str(message)))
         _Conversation(chat, session, given).run()
 
 
@@ -212,7 +215,7 @@ class _Conversation:
             "/load": self.load,
             "/system": self.system,
             "/set": self.set,
-            "/help": lambda _: _note(HELP),
+            "/help": lambda _: _note(_wrapped(HELP)),
         }
 
     def run(self) -> None:
@@ -233,7 +236,7 @@ class _Conversation:
             except KeyboardInterrupt as interrupt:
                 _note(str(interrupt))
             except JaxgenError as error:
-                _note(in_flags(str(error)))
+                _note(in_settings(str(error)))
 
     def react(self, message: str) -> None:
         """Run a command, or answer a message."""
@@ -303,7 +306,7 @@ class _Conversation:
             shown = [
                 f"{name}={value}" for name, value in values.items() if value is False or OPTIONS[name].is_given(value)
             ]
-            _note(in_flags("\n".join(shown)) or "Nothing is set.")
+            _note(in_settings("\n".join(shown)) or "Nothing is set.")
             return
         fields = setting(text)
         try:
@@ -314,7 +317,7 @@ class _Conversation:
         self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)
         (name, value), *_ = fields.items()
         unread = name in [option.name for option in cfg.unread()]
-        _note(in_flags(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
+        _note(in_settings(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
 
 
 def _path(name: str, command: str) -> Path:
@@ -351,6 +354,16 @@ def _read_line(prompt: str) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 text: {error}") from error
+
+
+def _wrapped(text: str) -> str:
+    """Wrap the lines of /help between words. If there is room, descriptions are aligned."""
+    columns = terminal.columns()
+    indent = " " * (HELP.index("forget") if columns >= 40 else 2)
+    return "\n".join(
+        textwrap.fill(line, columns - 1, subsequent_indent=indent * line.startswith("/"), break_long_words=False)
+        for line in text.splitlines()
+    )
 
 
 def _note(text: str) -> None:

@@ -84,7 +84,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
-    away = "the text that --guidance-scale moves away from (default: the last token)"
+    away = "the text that --guidance-scale moves away from (default: the last token of the prompt)"
     add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
@@ -119,7 +119,9 @@ def add_generation(command: arguments.Parser) -> None:
             group = limits[option.name] = group.add_mutually_exclusive_group()
         letter = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
         note = option.command if isinstance(option.command, str) else ""
-        help_text = in_flags(option.doc).replace("%", "%%") + note
+        values = ("True", "False", "'never'", "'heuristic'", "'constant'")  # as written in Python
+        doc = functools.reduce(lambda text, value: text.replace(value, value.strip("'").lower()), values, option.doc)
+        help_text = in_flags(doc).replace("%", "%%") + note
         group.add_argument(*letter, _flag(option.name), help=help_text, **_argument(option))
 
 
@@ -137,6 +139,21 @@ def in_flags(message: str) -> str:
         return _flag(name) + (f" {value}" if value else "")
 
     return _NAMED.sub(flag, message)
+
+
+def in_settings(message: str) -> str:
+    """Replace option names and flags in a message with the words of /set, such as `do_sample false`."""
+
+    def name_of(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
+        return name if name in OPTIONS else match[0]
+
+    def named(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return name + (f" {value.lower() if value in ('True', 'False', 'None') else value}" if value else "")
+
+    named_flags = re.sub(r"(?:argument )?(?:-\w/)?--([a-z][a-z-]*)", name_of, message)
+    return _NAMED.sub(named, named_flags).removesuffix("; see jaxgen --help")
 
 
 def _argument(option: Option) -> dict[str, Any]:
@@ -227,7 +244,7 @@ def setting(text: str) -> dict[str, Any]:
     if name not in names:
         raise InputError(f"{name} is not an option of a conversation{arguments.suggestion(name, names)}")
     if name == "num_return_sequences":
-        raise InputError("--chat gives one answer per message")
+        raise InputError("a conversation has one answer per message")
     if not value:
         raise InputError(f"/set {name} needs a value")
     if isinstance(OPTIONS[name].kind, Flag):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Printer(TextStreamer):
         self._stopped, self._stats = False, session.stats
         self.text = ""
         self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
+        self.begin: Callable[[], None] = lambda: None  # called once all programs are compiled
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
@@ -37,6 +39,8 @@ class Printer(TextStreamer):
     def put(self, value) -> None:
         """Receive the prompt or a token."""
         self.times.append(self._stats.now())
+        if len(self.times) == 3:  # after the prompt and the first token
+            self.begin()
         if self._stopped:
             raise KeyboardInterrupt
         super().put(value)

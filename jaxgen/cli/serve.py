@@ -35,7 +35,7 @@ def serve(options: argparse.Namespace) -> None:
         from jaxgen.serving.app import Service
         from jaxgen.serving.limits import Limits
     except ModuleNotFoundError as error:
-        raise InputError(f'{error.name} is missing: pip install "jaxgen[serve]"') from error
+        raise InputError(f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[serve]"') from error
     with _listening(options.host, options.port) as listener:
         adapters = dict(options.adapter or [])
         paths = list(adapters.values())

@@ -21,7 +21,8 @@ def parser() -> arguments.Parser:
     add = result.add_argument
     add("model", metavar="MODEL", nargs="?", help="the directory of a checkpoint, or its id on the hub")
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
-    add("--port", type=arguments.natural, default=8000, metavar="N", help="(default: 8000; 0 chooses a free one)")
+    port = "the port to listen on (default: 8000); 0 chooses a free one"
+    add("--port", type=arguments.natural, default=8000, metavar="N", help=port)
     add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
     tuned = "also serve the model with this LoRA adapter, under this name; can be repeated"
     add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
@@ -34,16 +35,20 @@ def parser() -> arguments.Parser:
     add("--max-new-tokens", type=arguments.count, metavar="N", help=most)
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
     add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
-    add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help="maximum per request (default: 20)")
-    store = "size of the prefix store (default: 256 MB)"
+    likely = "maximum top_logprobs of a request (default: 20)"
+    add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help=likely)
+    store = "size of the store for prompts that begin alike (default: 256 MB); 0 turns it off"
     add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
-    states = "states for all schemas in use (default: 8192)"
+    states = "size of the table of all schemas in use, in states (default: 8192)"
     add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
-    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help="seconds per request (default: 600)")
-    add("--max-body", type=arguments.count, default=2**22, metavar="N", help="bytes per request (default: 4 MiB)")
+    limit = "seconds until a request fails (default: 600)"
+    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
+    largest = "maximum bytes of a request (default: 4 MiB)"
+    add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits, or with none convert 8-bit weights back")
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
+    device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
+    add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)

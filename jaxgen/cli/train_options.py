@@ -34,12 +34,14 @@ def parser() -> arguments.Parser:
     add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace --out, and the states of the run that wrote it")
     length = result.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
-    length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
+    length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"passes over the data (default: {EPOCHS})")
+    length.add_argument("--steps", type=arguments.count, metavar="N", help="number of steps, instead of --epochs")
     add("--batch", type=arguments.count, default=8, metavar="N", help="rows per step (default: 8)")
     add("--width", type=arguments.count, metavar="N", help=f"tokens per row (default: {WIDTH} or the model's context)")
-    add("--learning-rate", type=arguments.positive, metavar="X", help=f"(default: {FULL_RATE}, --lora: {LORA_RATE})")
-    add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=f"share of the steps (default: {WARMUP})")
+    rate = f"(default: {FULL_RATE}; with --lora {LORA_RATE})"
+    add("--learning-rate", type=arguments.positive, metavar="X", help=rate)
+    rising = f"share of steps with a rising rate (default: {WARMUP})"
+    add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=rising)
     add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
     add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
@@ -51,13 +53,16 @@ def parser() -> arguments.Parser:
     add("--targets", type=_names, metavar="NAMES", help=targets)
     kept = "write the updates to --out as an adapter in PEFT's format, instead of a checkpoint with the updates"
     add("--save-adapter", action="store_true", help=kept)
-    add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
-    add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
-    add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
+    saved = "steps between saved states (default: 100)"
+    add("--save-every", type=arguments.count, default=100, metavar="N", help=saved)
+    add("--report-every", type=arguments.count, default=10, metavar="N", help="steps between reports (default: 10)")
+    device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
+    add("--device", type=arguments.device, metavar="NAME", help=device)
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
-    add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
+    seed = "seed of row order, updates and dropout (default: 0)"
+    add("--seed", type=arguments.natural, default=0, metavar="N", help=seed)
     return result
 
 

@@ -32,6 +32,7 @@ from jaxgen.config.option import (
     PROMPT_LOOKUP,
     SAMPLE,
     Option,
+    names_keywords,
 )
 from jaxgen.config.tables import eos_list
 from jaxgen.config.values import is_array, is_tracer, thawed
@@ -129,6 +130,7 @@ class GenerationConfig(GenerationOptions):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
 
+    @names_keywords(_NAMES)
     def replace(self, **fields: Any) -> GenerationConfig:
         """Return a copy with new values for some fields.
 
@@ -317,8 +319,12 @@ class GenerationConfig(GenerationOptions):
         )
 
     def __repr__(self) -> str:
-        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        given = [f"{field.name}={value!r}" for field, value in values if is_array(value) or value != field.default]
+        """Show the options that differ from their defaults, and the model in a few words."""
+        values = [(name, option.default, getattr(self, name)) for name, option in OPTIONS.items()]
+        given = [f"{name}={value!r}" for name, default, value in values if is_array(value) or value != default]
+        if (model := self.model) is not None:
+            size = f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}"
+            given.append(f"model=<{model.model_type}, {size}, {model.vocab_size:,} tokens, {model.dtype}>")
         return f"GenerationConfig({', '.join(given)})"
 
 

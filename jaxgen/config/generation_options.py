@@ -204,6 +204,7 @@ class GenerationOptions(SamplingOptions):
         hf="ExponentialDecayLengthPenalty",
         differs="a banned eos stays banned, as in later releases",
         needs=("eos_token_id",),
+        command=", here [start, factor]",
         examples=((2, 1.1), (3, 1.2)),
     )
     suppress_tokens: Any = _late_score(
@@ -229,6 +230,7 @@ class GenerationOptions(SamplingOptions):
         differs="a keyed hash replaces torch's random numbers; jaxgen.WatermarkDetector finds the mark; scheme and "
         "context width are static",
         of_tokens=True,
+        command=', such as {"bias": 2.5}',
         examples=({"bias": 1.0}, {"bias": 2.0, "greenlist_ratio": 0.5, "hashing_key": 7}),
     )
     renormalize_logits: bool = _score(

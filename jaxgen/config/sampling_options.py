@@ -67,8 +67,8 @@ class SamplingOptions:
     # Choosing a token
     do_sample: Any = _choice(
         Flags(),
-        "draw tokens; otherwise the most likely one is chosen. One value for all prompts is static",
-        differs="may have one value per prompt",
+        "draw tokens; otherwise the most likely one is chosen",
+        differs="may have one value per prompt; one value for all prompts is static",
         command=True,
         examples=([True], [False]),
     )
@@ -94,8 +94,9 @@ class SamplingOptions:
     top_k: Number | None = _warper(
         Integer(0, least=0),
         "draw from the k most likely tokens, ties included; 0 for all. In contrastive search, the number of candidates "
-        "per step; one number for all prompts is static",
+        "per step",
         hf="TopKLogitsWarper",
+        differs="in contrastive search, one number for all prompts is static",
         default=50,
         modes=(SAMPLE, CONTRASTIVE),
         examples=(40, 80),

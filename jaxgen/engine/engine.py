@@ -36,7 +36,7 @@ _PULSE = 1.0  # seconds between messages to the other processes while no chunk i
 class Engine:
     """An engine that answers prompts as they arrive, using the slots of a running loop. Any thread can submit prompts.
 
-    >>> with Engine(params, cfg, tokenizer=tok) as engine:                                      # doctest: +SKIP
+    >>> with Engine(params, cfg, tokenizer=tok) as engine:
     ...     handle = engine.submit({"text": "Once upon a time", "temperature": 0.7})
     ...     for event in handle:
     ...         print(event.text, end="")
@@ -123,7 +123,7 @@ class Engine:
         params = params if mesh is not None else committed(params, params)
         if mesh is not None and mesh.is_multi_process:
             sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
-            self._processes = Processes(no_arrivals, tables, repr((cfg, stop_in_prompt, *sizes)))
+            self._processes = Processes(no_arrivals, tables, repr((cfg, cfg.model, stop_in_prompt, *sizes)))
         self._device.open(params, no_arrivals, tables)
         self._changed = threading.Condition()
         self._weights = {0: params}

@@ -25,13 +25,14 @@ def generate_many(
     cfg: GenerationConfig,
     *,
     slots: int = 32,
+    prompt_width: int = 1024,
     tokenizer: Tokenizer | None = None,
     ordered: bool = False,
     **engine: Any,
 ) -> Iterator[Completion]:
     """Answer any number of prompts from an iterable, which may be endless. Yield each sequence as it ends.
 
-    >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):          # doctest: +SKIP
+    >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):
     ...     print(done.index, done.text)
 
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
@@ -48,9 +49,11 @@ def generate_many(
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
+        prompt_width: the maximum number of tokens in a prompt.
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
-        **engine: more arguments for `Engine`.
+        **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_classes`, `stop_states`,
+            `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `Engine`.
@@ -58,7 +61,8 @@ def generate_many(
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
     most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
-    with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
+    sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most}
+    with Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made:
         completions = ended(made, prompts, most) if made.leads else iter(())
         if ordered:
             for _, group in in_order(by_prompt(completions)):

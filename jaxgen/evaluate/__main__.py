@@ -26,7 +26,9 @@ def main(words: Sequence[str] | None = None) -> int:
             from lm_eval.__main__ import cli_evaluate
             from lm_eval.api.registry import model_registry
         except ModuleNotFoundError as error:
-            raise InputError(f'{error.name} is missing: pip install "jaxgen[eval]"') from error
+            raise InputError(
+                f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[eval]"'
+            ) from error
         assert lm_eval.models
         model_registry.register(_MODEL)(_model(options))
         sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
@@ -46,19 +48,22 @@ def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         epilog="All other options are the harness's: --tasks, --num_fewshot, --limit, --include_path, --output_path, "
         "--log_samples, --apply_chat_template, --gen_kwargs, --use_cache, ...: see python -m lm_eval run --help.",
         allow_abbrev=False,
+        formatter_class=arguments.Help,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="a checkpoint directory, or its id on the hub")
     add("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--quantize", choices=CHOICES, help="round the weights to 8 bits")
+    add("--quantize", choices=CHOICES, help="round the weights to 8 bits; none: convert 8-bit weights back")
     add("--slots", type=arguments.count, default=32, metavar="N", help="answers generated at a time (default: 32)")
     tokens = "tokens scored at a time (default: 8192, on a CPU 1024)"
     add("--batch-tokens", type=arguments.count, metavar="N", help=tokens)
-    add("--max-length", type=arguments.count, metavar="N", help="tokens per request (default: the model's context)")
+    longest = "maximum tokens of a text and its answer (default: the model's context)"
+    add("--max-length", type=arguments.count, metavar="N", help=longest)
     most = "maximum tokens per answer if the task sets no limit (default: 256)"
     add("--max-gen-toks", type=arguments.count, default=256, metavar="N", help=most)
-    add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help="keep compiled programs")
+    keep = "keep compiled programs in the user's cache directory"
+    add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
     return parser.parse_known_args(words)
 
 

@@ -22,8 +22,8 @@ from jaxgen.text.tokenizer import Tokenizer
 class JaxgenLM(TemplateLM):
     """A model for `lm_eval.simple_evaluate` or `lm_eval.evaluate`.
 
-    >>> lm = JaxgenLM(params, cfg, tok, name="Qwen2.5-0.5B")                                     # doctest: +SKIP
-    >>> results = lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])                         # doctest: +SKIP
+    >>> lm = JaxgenLM(params, cfg, tok, name="Qwen2.5-0.5B")
+    >>> results = lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])
 
     Log-likelihoods come from `score_many`, which reads a question's context only once for all of the choices. Answers
     come from `generate_many`, with the options and stop strings of each request. Texts are tokenized and truncated as

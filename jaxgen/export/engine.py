@@ -45,7 +45,7 @@ def export_engine(
 ) -> ExportedPrograms:
     """Return an `Engine`'s programs, so that a host without jaxgen can answer prompts as they arrive.
 
-    >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")               # doctest: +SKIP
+    >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")
 
     `open` creates the initial state, in which all slots are free. `chunk` adds prompts, runs a few steps, and returns
     the next state and a journal of what happened. The tokens are the same as with an `Engine`. Grammars and stop

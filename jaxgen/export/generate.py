@@ -56,7 +56,7 @@ def export_generate(
 ) -> ExportedPrograms:
     """Return `generate` with this config as a program that runs with jax alone.
 
-    >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
+    >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")
 
     The program's inputs are the prompts, the data of a random key for sampling, and the values of all traced options
     that are on. Inputs can differ between calls. The program generates the same tokens as `generate`. `max_new_tokens`

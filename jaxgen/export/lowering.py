@@ -34,7 +34,10 @@ _SIGNATURES = {
 def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
     """Raise an error for parameters, options or platforms that cannot be exported."""
     if importlib.util.find_spec("flatbuffers") is None:
-        raise ImportError('flatbuffers, which jax needs to store programs, is missing: pip install "jaxgen[export]"')
+        raise ImportError(
+            "flatbuffers, which jax needs to store programs, is missing: in the clone of jaxgen, run "
+            'pip install -e ".[export]"'
+        )
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_ALLOWED):
         raise InputError(f"platforms must be a list of some of {', '.join(_ALLOWED)}, got {platforms!r}")
     if mesh_of(params) is not None:

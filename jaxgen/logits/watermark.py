@@ -128,8 +128,8 @@ class WatermarkDetector:
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
         """Test each row for the watermark. If possible, pass only generated tokens, as prompts are not watermarked.
 
-        >>> ids, mask = out.generated((out.sequences, out.attention_mask))                    # doctest: +SKIP
-        >>> detect(ids, mask).prediction                                                      # doctest: +SKIP
+        >>> ids, mask = out.generated((out.sequences, out.attention_mask))
+        >>> detect(ids, mask).prediction
 
         Args:
             ids: int[B, L].

@@ -260,9 +260,9 @@ class Model(nn.Module):
 class CausalLM(nn.Module):
     """Decoder-only transformer with its language-model head: a pure function of parameters, ids and cache.
 
-    >>> out = CausalLM(cfg).apply({"params": params}, ids)      # doctest: +SKIP
-    >>> out.logits.shape                                        # doctest: +SKIP
-    (B, T, V)
+    >>> out = CausalLM(cfg.model).apply({"params": params}, ids)
+    >>> out.logits.shape == (*ids.shape, cfg.model.vocab_size)
+    True
 
     Attributes:
         cfg: the model's config.

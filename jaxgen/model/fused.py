@@ -21,8 +21,8 @@ from jaxgen.model.weights import Quantized
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
     """Fuse projections into fewer, larger matrices, for inference on a single device.
 
-    >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
-    >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
+    >>> params = fuse_projections(params, donate=True)
+    >>> generate(params, ids, key, cfg)
 
     `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. Weights with
     several adapters are fused if all parts have updates of the same rank; other weights with low-rank updates are left

@@ -84,8 +84,8 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
 def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     """Return the parameters sharded over the devices of a mesh.
 
-    >>> mesh = jax.make_mesh((1, 8), ("data", "model"))             # doctest: +SKIP
-    >>> params = shard_params(params, cfg.model, mesh)              # doctest: +SKIP
+    >>> mesh = jax.make_mesh((1, 8), ("data", "model"))
+    >>> params = shard_params(params, cfg.model, mesh)
 
     Raises:
         InputError: the mesh has axes other than `data` and `model`, the size of its `model` axis does not divide the

@@ -35,8 +35,8 @@ def score_choices(
 ) -> ChoiceScores:
     """Score the answers of a multiple-choice question, as evaluation suites do.
 
-    >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
-    >>> scores.per_token.argmax()                                                                # doctest: +SKIP
+    >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)
+    >>> scores.per_token.argmax()
 
     Each answer directly follows the question, without a space or a chat template in between. The question is encoded
     once by itself, and once together with each answer. An answer's tokens start where the two encodings first differ.

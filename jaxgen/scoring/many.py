@@ -91,9 +91,9 @@ def score_many(
 ) -> list[TokenScores]:
     """Score continuations, each given its context, in batches of requests of similar length.
 
-    >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
-    >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP
-    >>> texts = score_many(params, [(ids[:1], ids[1:]) for ids in corpus], cfg)                  # doctest: +SKIP
+    >>> scores = score_many(params, [(question, yes), (question, no)], cfg)
+    >>> scores[0].total > scores[1].total
+    >>> texts = score_many(params, [(ids[:1], ids[1:]) for ids in corpus], cfg)
 
     A context shared by several requests is read only once. Sizes are rounded up to buckets, so that only a few programs
     are compiled. In float32, the results match those of `score` to within about 1e-5.

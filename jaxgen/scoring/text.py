@@ -47,10 +47,10 @@ def score(
 ) -> LogProbs:
     """Return the log-probability of every token given the tokens before it.
 
-    >>> out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)         # doctest: +SKIP
-    >>> given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}         # doctest: +SKIP
-    >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
-    >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
+    >>> out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)
+    >>> given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
+    >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer
+    >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn
 
     Scoring takes one forward pass. Logits are computed for a few positions at a time, and recomputed for gradients. The
     result is differentiable with respect to `params`. Under the caller's jit, ids outside the vocabulary result in NaN.

@@ -17,8 +17,8 @@ def compute_transition_scores(
 ) -> jax.Array:
     """Return the score that each generated token had when chosen, like transformers' `compute_transition_scores`.
 
-    >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
-    >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
+    >>> out = generate(params, ids, None, cfg.replace(output_scores=True))
+    >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
 
     In a beam search, a row's `sequences_scores` is the sum of the scores of its n tokens, divided by
     `n**length_penalty`. The result has one column per step of `scores`; transformers omits the columns after the end of

@@ -136,8 +136,9 @@ class TextStreamer:
 class TextRowStreamer:
     """Streamer for several rows. Each complete line is printed, preceded by the row's index.
 
-    >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
-    >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
+    >>> generate(params, ids, key, cfg, streamer=TextRowStreamer(tok))
+    >>> on_text = lambda row, text, ended: print(f"{row}: {text!r}" + " (end)" * ended)
+    >>> generate(params, ids, key, cfg, streamer=TextRowStreamer(tok, on_text))
 
     If `on_text` is given, nothing is printed. Instead, `on_text` is called whenever a row has new complete characters.
     `ended` is True in the last call for a row; the text may then be empty. Rows are counted from 0, as in

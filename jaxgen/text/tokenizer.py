@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.text import chat_template
-from jaxgen.text.ids import id_list, rows_of, without_prefix
+from jaxgen.text.ids import id_list, prefixes_of, rows_of, without_prefix
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, add_tokens, check_types, read_config
@@ -90,6 +90,13 @@ class Tokenizer:
         self.model_max_length = None if max_length is None or max_length > NO_MAX_LENGTH else int(max_length)
         self._templates = chat_template.named(config.get("chat_template"))
         self.chat_template = self._templates.get("default")
+
+    def __repr__(self) -> str:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        tokens = [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
+        template = "without a chat template" if self.chat_template is None else "with a chat template"
+        parts = [self.source, f"{self.backend.get_vocab_size():,} tokens", *tokens, template]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
@@ -223,8 +230,9 @@ class Tokenizer:
         more than `max_length` ids is truncated at the config's `truncation_side`; truncation on the right removes the
         generation prompt. The other arguments are as in `render_chat`.
 
-        `after` is the result of `chat_prefix`. Each conversation must begin with the ids in `after`, which are left out
-        of the result. The ids in `after` count toward `max_length`, but only the ids that follow `after` are truncated.
+        `after` is the result of `chat_prefix`, or the `cache` of an output with one row per conversation (or one for
+        all). Each conversation must begin with these ids, or with their text, and they are left out of the result. They
+        count toward `max_length`, but only the ids that follow them are truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -234,16 +242,26 @@ class Tokenizer:
             self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
             for c in conversations
         ]
-        prefix = id_list(after)
-        if not prefix:
+        prefixes = prefixes_of(after, len(rendered))
+        if not any(prefixes):
             return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
-        rows = without_prefix([self.encode(t, add_special_tokens=False) for t in rendered], prefix)
-        if max_length is not None:
-            left = max_length - len(prefix)
-            if left < 1:
-                raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
-            rows = [row[:left] if self.truncation_side == "right" else row[-left:] for row in rows]
-        return self.pad(rows)
+        pairs = enumerate(zip(rendered, prefixes, strict=True))
+        return self.pad([self._encode_after(text, prefix, number, max_length) for number, (text, prefix) in pairs])
+
+    def _encode_after(self, text: str, prefix: list[int], number: int, max_length: int | None) -> list[int]:
+        """Encode a conversation, and return the ids after the prefix."""
+        ids = self.encode(text, add_special_tokens=False)
+        if ids[: len(prefix)] != prefix:  # an answer may have been generated with other tokens than `encode` returns
+            known = self.decode(prefix, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if text.startswith(known):
+                ids = [*prefix, *self.encode(text[len(known) :], add_special_tokens=False)]
+        row = without_prefix(ids, prefix, number)
+        if max_length is None:
+            return row
+        left = max_length - len(prefix)
+        if left < 1:
+            raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
+        return row[:left] if self.truncation_side == "right" else row[-left:]
 
     def chat_prefix(
         self,
@@ -255,9 +273,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids shared by all conversations that begin with `messages`, for example a system message.
 
-        >>> prefix = tok.chat_prefix(system)                                                # doctest: +SKIP
-        >>> cache = prefill(params, [prefix], cfg)                                          # doctest: +SKIP
-        >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)       # doctest: +SKIP
+        >>> prefix = tok.chat_prefix(system)
+        >>> cache = prefill(params, [prefix], cfg)
+        >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)
 
         The ids end before the first token that the next message could change. The arguments are as in `render_chat`;
         `chat` must be called with the same values.
@@ -311,9 +329,9 @@ class Tokenizer:
     ) -> list[str]:
         """Decode the generated tokens in each row of a `GenerateOutput`, or decode rows of ids.
 
-        >>> tok.decode_batch(out)                                                           # doctest: +SKIP
-        >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
-        >>> tok.decode_batch(sequences)                                                     # doctest: +SKIP
+        >>> tok.decode_batch(out)
+        >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])
+        >>> tok.decode_batch(sequences)
 
         The second call passes the arrays of an output, and is equivalent to the first. Without `prompt_width`, whole
         rows are decoded, including the prompt and any padding that is not a special token, as in HF's `batch_decode`.

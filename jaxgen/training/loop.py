@@ -2,9 +2,9 @@
 
 The step is a function of a state and a batch. Jit the function and call it in your own loop:
 
->>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))  # doctest: +SKIP
->>> state = TrainState.create(params, TrainConfig(steps=1000))                                   # doctest: +SKIP
->>> state, metrics = step(state, batch)                                                          # doctest: +SKIP
+>>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))
+>>> state = TrainState.create(params, TrainConfig(steps=1000))
+>>> state, metrics = step(state, batch)
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from convert import load_adapter, load_hf, save_hf
 from jaxgen import demo, generate
-from jaxgen.cli import answer as cli, options, printing
+from jaxgen.cli import answer as cli, options, printing, serve_options, train_options
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.adapters import factors, write
@@ -199,6 +200,18 @@ class TestLength:
         (copy / "generation_config.json").write_text(json.dumps({field: value}), encoding="utf-8")
         assert run("--model", copy, "ABC") == (0, "DEFGHIJKL"[:length] + "\n", "")
         assert run("--model", copy, "ABC", "--max-length", 5) == (0, "DE\n", "")
+
+    def test_a_checkpoint_that_prevents_streaming(self, run, copy):
+        config = {"num_return_sequences": 2, "num_beams": 2, "max_new_tokens": 3}
+        (copy / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+        note = "jaxgen: note: the checkpoint sets {}: text appears when all is done; {} streams one answer\n"
+        both = note.format("--num-return-sequences 2 and --num-beams 2", "--num-return-sequences 1 --num-beams 1")
+        assert run("--model", copy, "A")[2] == both
+        assert run("--model", copy, "A", "--num-beams", 2)[2] == note.format(
+            "--num-return-sequences 2", "--num-return-sequences 1"
+        )
+        assert run("--model", copy, "A", "--num-beams", 2, "--num-return-sequences", 2)[2] == ""
+        assert run("--model", copy, "A", "--num-beams", 1, "--num-return-sequences", 1) == (0, "BCD\n", "")
 
     @pytest.mark.parametrize(
         ("option", "length"), [("--min-new-tokens", 8), pytest.param("--min-length", 6, marks=pytest.mark.slow)]
@@ -421,3 +434,12 @@ class TestProcess:
         with process(*arguments, PYTHONIOENCODING="ascii", **programs) as command:
             assert command.communicate(timeout=60) == ("?C\n", "")
         assert command.returncode == 0
+
+
+@pytest.mark.parametrize("module", [options, serve_options, train_options])
+@pytest.mark.parametrize("columns", [50, 80, 100])
+def test_help_does_not_break_the_names_of_options(monkeypatch, module, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = module.parser().format_help()
+    assert [line for line in text.splitlines() if re.search(r"(^|\s)--[a-z-]*-$", line)] == []
+    assert not re.search(r"\b(True|False)\b", text)

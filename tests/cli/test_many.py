@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,7 @@ class TestInterruptions:
             (["--stop-strings", "x"], "--stop-strings"),
             (["--dtype", "bfloat16"], "--dtype"),
             (["--model", demo.PATH], "--input, --model, --dtype"),
+            (["--model", "changed"], "--model"),
             (["--input", "other"], "--input"),
         ],
     )
@@ -248,6 +250,8 @@ class TestInterruptions:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "prompts").write_text("A\nB\n", encoding="utf-8")
         (tmp_path / "other").write_text("A\nC\n", encoding="utf-8")
+        config = Path(shutil.copytree(checkpoint, "changed")) / "config.json"  # the tensors are the same
+        config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"rms_norm_eps": 0.5}), "utf-8")
         options = ["--model", checkpoint, "--input", "prompts", "--do-sample", "--max-new-tokens", 2]
         options += ["--output", "answers"]
         assert run(*options)[0] == 130

@@ -89,7 +89,7 @@ class TestChat:
         words = ["A", "/set cache_dtype int8", "B", "/set cache_dtype none", "C"]
         status, answers, notes = say("\n".join(words))
         assert (status, answers) == (0, '!"#$\n' * 3)
-        assert notes.splitlines() == ["jaxgen: --cache-dtype int8", "jaxgen: --cache-dtype None"]
+        assert notes.splitlines() == ["jaxgen: cache_dtype int8", "jaxgen: cache_dtype none"]
 
     @pytest.mark.slow
     def test_contrastive_search_in_the_middle(self, say):
@@ -173,23 +173,27 @@ class TestChat:
         ]
         err = say("\n".join([*(f"/set {text}" for text in settings), "/set"]))[2]
         assert self.notes(err) == [
-            "--temperature 0.5, which greedy_search does not read",
-            "--top-p 0.9, which greedy_search does not read",
-            "--do-sample",
-            "--max-new-tokens 2",
-            "temp is not an option of a conversation: did you mean --temperature?",
-            "argument -t/--temperature: invalid float value: 'x'; see jaxgen --help",
-            "--temperature must be > 0 and finite (for greedy decoding set --no-do-sample), got 0.0",
-            "--do-sample must be true or false",
-            "--chat gives one answer per message",
-            "--max-length is not an option of a conversation",
-            "/set --eos-token-id needs a value",
+            "temperature 0.5, which greedy_search does not read",
+            "top_p 0.9, which greedy_search does not read",
+            "do_sample true",
+            "max_new_tokens 2",
+            "temp is not an option of a conversation: did you mean temperature?",
+            "temperature: invalid float value: 'x'",
+            "temperature must be > 0 and finite (for greedy decoding set do_sample false), got 0.0",
+            "do_sample must be true or false",
+            "a conversation has one answer per message",
+            "max_length is not an option of a conversation",
+            "/set eos_token_id needs a value",
             "x is not an option of a conversation",
-            "--do-sample",
-            "--max-new-tokens 2",
-            "--temperature 0.5",
-            "--top-p 0.9",
+            "do_sample true",
+            "max_new_tokens 2",
+            "temperature 0.5",
+            "top_p 0.9",
         ]
+
+    @pytest.mark.filterwarnings("default")
+    def test_a_warning_in_a_conversation(self, say):
+        assert self.notes(say("/set top_k 5\nA")[2])[1:] == ["warning: greedy_search does not read top_k 5"]
 
     @pytest.mark.slow
     def test_a_new_value_compiles_nothing(self, say, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxgen.cli import chat, terminal
 from tests.support.terminal import Terminal
 from tests.support.tokenizers import CHATML
 
@@ -41,11 +42,11 @@ def test_a_conversation(start, talking, tmp_path):
         assert "starting" in shown
         assert f"loading {talking}"[:60] in shown
         terminal.type("/set max_new_tokens 4\n")
-        assert "--max-new-tokens 4" in terminal.wait_for(PROMPT)
+        assert "max_new_tokens 4" in terminal.wait_for(PROMPT)
         terminal.type("A\n")
         assert '!"#$' in terminal.wait_for(PROMPT)
         terminal.type("\x1b[A\x1b[A0\n")  # recalls the line before the last and changes 4 to 40
-        assert "--max-new-tokens 40" in terminal.wait_for(PROMPT)
+        assert "max_new_tokens 40" in terminal.wait_for(PROMPT)
         terminal.type("/set max_new_tokens 400\n")
         terminal.wait_for(PROMPT)
         terminal.type("B\n")
@@ -69,6 +70,38 @@ def test_a_conversation(start, talking, tmp_path):
         assert "compiling" not in terminal.screen
     text = (tmp_path / "talk.json").read_text()
     assert '{"role": "user", "content": "B"}, {"role": "assistant", "content": "!' in text
+
+
+@pytest.mark.slow
+def test_what_is_typed_during_an_answer_appears_after_it(start, talking):
+    with start("--model", talking, "--chat", "--max-new-tokens", 400) as terminal:
+        terminal.wait_for(PROMPT)
+        assert terminal.echoes
+        terminal.type("A\n")
+        terminal.wait_for('!"#$')
+        assert not terminal.echoes
+        terminal.type("/set max_new_tokens 4\n")
+        assert "/set" not in terminal.wait_for(PROMPT)
+        assert "max_new_tokens 4\r\n" in terminal.wait_for(PROMPT)
+        assert terminal.echoes
+        terminal.type("A\n")
+        terminal.wait_for(PROMPT)
+        assert terminal.echoes
+        terminal.type("/set max_new_tokens 400\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("A\n")
+        terminal.wait_for('!"#$')
+        terminal.quit()
+        assert terminal.end() == -signal.SIGQUIT
+        assert terminal.echoes
+
+
+@pytest.mark.parametrize("columns", [12, 30, 60, 100, 200])
+def test_help_is_wrapped_between_words(monkeypatch, columns):
+    monkeypatch.setattr(terminal, "columns", lambda: columns)
+    shown = chat._wrapped(chat.HELP)
+    assert shown.split() == chat.HELP.split()
+    assert all(len(line) < columns or len(line.split()) == 1 for line in shown.splitlines())
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import json
 import pickle
 import warnings
@@ -485,6 +486,21 @@ def test_is_frozen_and_not_shared():
     biases[(3,)] = 1.0
     assert dict(cfg.sequence_bias) == {(1, 2): 0.5}
     assert "sequence_bias" in repr(cfg)
+
+
+def test_a_config_is_printed_with_what_differs_from_the_defaults():
+    model = model_config()
+    cfg = GenerationConfig(temperature=0.5, do_sample=True, top_p=[0.5, 1.0], model=model)
+    shown = "GenerationConfig(do_sample=True, temperature=0.5, top_p=array([0.5, 1. ], dtype=float32), model=<"
+    size = f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}, {model.vocab_size} tokens, float32"
+    assert repr(cfg) == f"{shown}{model.model_type}, {size}>)"
+    assert repr(cfg.replace(temperature=1.0, do_sample=False, top_p=1.0, model=None)) == "GenerationConfig()"
+
+
+def test_the_signature_of_replace_names_every_option():
+    signature = inspect.signature(GenerationConfig().replace)
+    assert list(signature.parameters) == [*OPTIONS, "model"]
+    assert str(signature.parameters["top_p"]) == "top_p=unchanged"
 
 
 def test_constraints_are_written_as_words():

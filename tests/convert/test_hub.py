@@ -377,5 +377,5 @@ def test_a_file(checkpoint):
 
 def test_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r'owner/model is not a directory: .*pip install "jaxgen\[hub\]"'):
+    with pytest.raises(InputError, match=r'owner/model is not a directory: .*pip install -e "\.\[hub\]"'):
         local_directory("owner/model")

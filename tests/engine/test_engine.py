@@ -1,6 +1,7 @@
 """The engine: prompts with different options come and go, and each is answered as if it were alone."""
 
 import asyncio
+import inspect
 import threading
 import time
 
@@ -122,6 +123,13 @@ def test_a_neighbor_with_more_options_changes_no_bit(engine):
     other.result(60)
     for one, two in zip(alone, beside, strict=True):
         assert_same(one, two)
+
+
+def test_generate_many_names_the_arguments_of_an_engine():
+    own, engine = (inspect.signature(function).parameters for function in (generate_many, Engine))
+    assert own["prompt_width"] == engine["prompt_width"]
+    more = set(engine) - set(own) - {"most_waiting"}  # generate_many sets it
+    assert [name for name in more if f"`{name}`" not in generate_many.__doc__.partition("**engine")[2]] == []
 
 
 @pytest.mark.slow

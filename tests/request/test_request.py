@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, InputError, StepHook, generate, prefill, score
+from jaxgen import ConfigError, InputError, StepHook, StopReason, generate, prefill, score
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -380,3 +380,5 @@ def test_an_output_is_printed_with_its_shapes():
     expected = f"KVCache(keys={layers}, values={layers}, length=int32[4], writers=1, dtype='float32')"
     assert repr(out.cache.kv) == expected
     assert "lengths=int32[2]" in str(jax.eval_shape(lambda: generate(counting_params(cfg), [[10], [20]], None, cfg)))
+    many = out.replace(stop_reasons=jnp.asarray([StopReason.EOS] * 5 + [StopReason.LENGTH] * 6 + [StopReason.EOS]))
+    assert "stop_reasons=[6 x EOS, 6 x LENGTH]" in repr(many)

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxgen import GenerateOutput
+from jaxgen import Continuation, GenerateOutput
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
@@ -643,6 +643,33 @@ class TestChatPrefix:
         with pytest.raises(InputError, match=f"max_length must be greater than the {len(prefix)} tokens of after, got"):
             tok.chat(chat, after=prefix, max_length=len(prefix))
 
+    def test_after_a_cache(self):
+        tok = byte_level()
+        turns = [USER, conversations([], "hello")[0]]
+        rows = [row[mask == 1].tolist() for row, mask in zip(*tok.chat(turns), strict=True)]
+        answers = [tok.encode("hello<|im_end|>"), [tok.backend.token_to_id(c) for c in "hell"]]  # not merged
+        counts = [len(row) + len(answer) for row, answer in zip(rows, answers, strict=True)]
+        ids = np.zeros((2, max(counts) + 3), np.int32)  # caches are wider than their rows
+        for row, beginning, answer in zip(ids, rows, answers, strict=True):
+            row[: len(beginning) + len(answer)] = beginning + answer
+        cache = Continuation(None, jnp.asarray(ids), jnp.asarray(counts))
+        chats = [
+            [*turn, {"role": "assistant", "content": text}, *USER]
+            for turn, text in zip(turns, ("hello", "hell"), strict=True)
+        ]
+        rest = tok.chat(chats, after=cache)
+        for number, chat in enumerate(chats):
+            told = [*ids[number, : counts[number]], *rest.ids[number][rest.attention_mask[number] == 1]]
+            assert tok.decode(told, skip_special_tokens=False) == tok.render_chat(chat)
+        one = tok.chat(chats[:1] * 2, after=Continuation(None, cache.tokens[:1], cache.count[:1]))
+        assert one.ids.tolist() == tok.chat(chats[:1] * 2, after=ids[0, : counts[0]]).ids.tolist()
+        with pytest.raises(InputError, match="after has 2 rows, but there are 1 conversations"):
+            tok.chat(chats[:1], after=cache)
+        with pytest.raises(InputError, match="the ids of this cache's tokens are unknown"):
+            tok.chat(chats, after=Continuation(None, None, cache.count))
+        with pytest.raises(InputError, match="conversation 1 does not begin with"):
+            tok.chat([chats[0], chats[0]], after=cache)
+
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
@@ -852,6 +879,12 @@ class TestFiles:
 def test_names_of_transformers_say_what_to_call(use, error, message):
     with pytest.raises(error, match=message):
         use(byte_level())
+
+
+def test_a_tokenizer_is_printed_with_its_tokens():
+    parts = f"{BYTE_LEVEL.backend.get_vocab_size()} tokens, eos_token='<|im_end|>', pad_token='<|end|>'"
+    assert repr(BYTE_LEVEL) == f"Tokenizer(tokenizer, {parts}, with a chat template)"
+    assert repr(Tokenizer(byte_level_backend())).endswith(" tokens, without a chat template)")
 
 
 def test_the_methods_that_are_named_exist():
