@@ -22,6 +22,7 @@ from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
 from jaxgen.memory import SMALL, check_free
+from jaxgen.progress import announced
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # maximum number of programs; on a CPU, each uses about 20 MB of memory
@@ -174,7 +175,9 @@ class _NewProgram:
         if _is_transformed():  # jit compiles a separate program
             return self._function(*args, **kwargs)
         with self._lock:
-            self._found = self._found or self._find(args, kwargs)
+            if self._found is None:
+                with announced(self._key[0].name):
+                    self._found = self._find(args, kwargs)
         run, needed = self._found
         devices = _devices(jax.tree.leaves((args, kwargs)))
         # With several processes, one process must not reject a call that the other processes start.

@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "version", "memory", "programs", "program_files", "recompilation", "shadowing"},
+    {
+        "errors",
+        "buckets",
+        "shapes",
+        "version",
+        "memory",
+        "programs",
+        "program_files",
+        "progress",
+        "recompilation",
+        "shadowing",
+    },
     {"model", "text", "arguments"},
     {"config", "grammar"},
     {"logits", "convert"},
