@@ -57,21 +57,24 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
 
     `more` contains keyword arguments for `generate`, in addition to those of the session.
     """
-    terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
     arguments = {"tokenizer": session.tokenizer, **session.generate_kwargs, **more}
-    if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
-        try:
-            return generate(session.params, ids, session.key, cfg, streamer=printer, **arguments)
-        except BaseException:  # on any error or Ctrl-C, print the text that is held back
-            if printer.text:
-                printer.end()
-            raise
-        finally:
-            session.stats.streamed(printer.times)
-    with session.stats.generating():
-        out = generate(session.params, ids, session.key, cfg, **arguments)
-        session.stats.tokens += int(np.sum(np.asarray(out.lengths)))
-    for number, text in enumerate(session.tokenizer.decode_batch(out)):
-        printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
-    return out
+    terminal.show("compiling, and reading the prompt")
+    try:
+        if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
+            try:
+                return generate(session.params, ids, session.key, cfg, streamer=printer, **arguments)
+            except BaseException:  # on any error or Ctrl-C, print the text that is held back
+                if printer.text:
+                    printer.end()
+                raise
+            finally:
+                session.stats.streamed(printer.times)
+        with session.stats.generating():
+            out = generate(session.params, ids, session.key, cfg, **arguments)
+            session.stats.tokens += int(np.sum(np.asarray(out.lengths)))
+        for number, text in enumerate(session.tokenizer.decode_batch(out)):
+            printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
+        return out
+    finally:
+        terminal.erase()

@@ -1,11 +1,30 @@
-"""Messages on stderr and, on a terminal, a status line that shows what the command is waiting for."""
+"""Messages on stderr, and the status: what the command is waiting for, and for how many seconds.
+
+On a terminal, the status is a line that is redrawn every half second and erased in the end. Elsewhere, such as in a log
+file, it is written as a line if it lasts two seconds, and then every 30 seconds.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jaxgen import progress
 
 _ERASE = "\r\x1b[K"
-_shown = False
+_INTERVAL = 0.5  # seconds between checks whether the status has to be redrawn or written
+
+_lock = threading.RLock()  # guards the variables below, and what is printed
+_status: str | Callable[[], str] | None = None
+_since = 0.0  # the time at which the status was first shown
+_is_drawn = False  # whether the status line is on the screen
+_written: object = None  # the status that was last written as a line
+_last = 0.0  # the time at which the last line was written
+_is_ticking = False  # whether `ticking` keeps the status up to date; otherwise, no lines are written
 
 
 def say(kind: str, text: object) -> None:
@@ -14,25 +33,104 @@ def say(kind: str, text: object) -> None:
 
 
 def write(text: str) -> None:
-    """Print `text` and a newline to stderr."""
-    erase()
-    _print(text + "\n")
+    """Print `text` and a newline to stderr. The status stays, and is redrawn below the text."""
+    global _last
+    with _lock:
+        _undraw()
+        _print(text + "\n")
+        _last = time.monotonic()
 
 
-def show(text: str) -> None:
-    """Show `text` in the status line if stderr is a terminal that can erase a line."""
-    global _shown
-    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        _shown = True
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        _print(_ERASE + text[: columns - 1])
+def report(text: str) -> None:
+    """Print the command's name and `text`, unless messages about progress are turned off."""
+    if progress.is_on():
+        write(f"jaxgen: {text}")
+
+
+def show(text: str | Callable[[], str]) -> None:
+    """Show the status until `erase` is called.
+
+    Args:
+        text: the status, to which the elapsed seconds are added; or a function that returns the whole line.
+    """
+    global _status, _since
+    with _lock:
+        if text == _status:
+            return
+        _status, _since = text, time.monotonic()
+    _update()
+
+
+def is_shown() -> bool:
+    """Return True if there is a status."""
+    return _status is not None
 
 
 def erase() -> None:
-    """Remove the status line."""
-    global _shown
-    if _shown:
-        _shown = False
+    """Remove the status."""
+    global _status
+    with _lock:
+        _status = None
+        _undraw()
+
+
+@contextlib.contextmanager
+def ticking(text: str | None = None) -> Iterator[None]:
+    """While the block runs, keep the status up to date. Remove it in the end.
+
+    Args:
+        text: the first status.
+    """
+    global _written, _last, _is_ticking
+    with _lock:  # the first line is due after `FIRST` seconds, even if the status changes before that
+        _is_ticking, _written, _last = True, None, time.monotonic() + progress.FIRST - progress.NEXT
+    if text is not None:
+        show(text)
+    try:
+        with progress.repeating(_update, _INTERVAL, _INTERVAL):
+            yield
+    finally:
+        erase()
+        _is_ticking = False
+
+
+def _update() -> None:
+    """Redraw the status on a terminal; elsewhere, write it as a line if one is due."""
+    global _written, _is_drawn
+    with _lock:
+        status, seconds = _status, time.monotonic() - _since
+    if status is None:
+        return
+    # A function may wait for other locks, so it must not be called while holding this one.
+    text = f"{status} ({seconds:.0f} s)" if isinstance(status, str) and seconds >= 1 else status
+    line = text if isinstance(text, str) else text()
+    with _lock:
+        if status != _status:
+            return
+        if _can_erase():
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            _print(_ERASE + line[: columns - 1])
+            _is_drawn = True
+        elif _is_ticking and progress.is_on() and _is_due(seconds):
+            _written = status
+            write(f"jaxgen: {line}")
+
+
+def _is_due(seconds: float) -> bool:
+    """Return True if the status should be written as a line, `seconds` seconds after it was first shown."""
+    is_new = _status != _written and seconds >= progress.FIRST
+    return is_new or time.monotonic() - _last >= progress.NEXT
+
+
+def _can_erase() -> bool:
+    """Return True if stderr is a terminal that can erase a line."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _undraw() -> None:
+    global _is_drawn
+    if _is_drawn:
+        _is_drawn = False
         _print(_ERASE)
 
 

@@ -49,6 +49,7 @@ def train_and_save(options: argparse.Namespace) -> None:
             terminal.write(f"the state is saved in {work} every {options.save_every} steps")
         _say_held_out(job, "before")
         params = _trained(job, work, options)
+        terminal.show(f"writing {options.out}")
         if options.save_adapter:
             save_adapter(params, job.source.cfg, out, base=options.model, overwrite=options.overwrite)
         else:
@@ -196,6 +197,13 @@ def _check_memory(job: _TrainJob) -> None:
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
+
+    def report(line: str) -> None:
+        terminal.erase()  # the next status counts from zero
+        terminal.write(line)
+        terminal.show(f"taking the next {options.report_every} steps")
+
+    terminal.show(f"loading {options.model}, compiling, and taking the first {options.report_every} steps")
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         # The parameters are not assigned to a variable, so that `train` can free them after copying them.
@@ -208,7 +216,7 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
         run=job.run,
         save_every=options.save_every,
         report_every=options.report_every,
-        report=terminal.write,
+        report=report,
     )
     if frozen is not None:
         combine = lora.attach if options.save_adapter else lora.merge
@@ -229,6 +237,7 @@ def _write(params, job: _TrainJob, directory: Path) -> None:
 def _say_held_out(job: _TrainJob, when: str, params: Any = None) -> None:
     if job.held_out is None:
         return
+    terminal.show("computing the held-out loss")
     params = load_hf(job.source.path)[0] if params is None else params
     rows = job.batch // job.cfg.accumulate
     loss = evaluate(params, job.held_out, model=job.model, dtype=job.cfg.dtype, rows=rows)

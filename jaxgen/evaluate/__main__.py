@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgen import arguments
+from jaxgen.cli import terminal
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
@@ -30,7 +31,8 @@ def main(words: Sequence[str] | None = None) -> int:
         assert lm_eval.models
         model_registry.register(_MODEL)(_model(options))
         sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
-        cli_evaluate()
+        with terminal.ticking():
+            cli_evaluate()
         return 0
     except (JaxgenError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

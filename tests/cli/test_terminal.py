@@ -98,6 +98,15 @@ def test_interrupts_while_compiling(start, talking):
 
 
 @pytest.mark.slow
+def test_seconds_while_compiling(start, checkpoint):
+    with start("--model", checkpoint, "-n", 5, "A") as terminal:
+        for second in (1, 2):
+            terminal.wait_for(f"compiling, and reading the prompt ({second} s)")
+        assert terminal.end() == 0
+        assert terminal.screen == "BCDEF\n"
+
+
+@pytest.mark.slow
 def test_progress_of_a_file(start, checkpoint, tmp_path):
     (tmp_path / "prompts").write_text("A\nB\nC\n")
     options = ("--model", checkpoint, "--input", "prompts", "-n", 3, "--slots", 1)
