@@ -25,6 +25,7 @@ from jaxgen.errors import InputError
 COMPILING = logging.getLogger("jaxgen.compiling")
 FIRST, NEXT = 2.0, 30.0  # seconds until the first report, and between later reports
 _REDRAWN = 1.0  # seconds after which a progress bar on a terminal or in a notebook is redrawn
+_on_terminal: list[object] = []  # progress bars on a terminal: they count the seconds, and messages would disturb them
 
 
 def is_on() -> bool:
@@ -62,15 +63,16 @@ def announced(name: str) -> Iterator[None]:
     """
     began, reports = time.monotonic(), 0
 
+    def say(message: str) -> None:
+        if not _on_terminal:
+            COMPILING.warning(message, name, round(time.monotonic() - began))
+
     def report() -> None:
         nonlocal reports
-        seconds = round(time.monotonic() - began)
         if reports == 0:
-            COMPILING.warning(
-                "jaxgen is compiling %s (the first call with these shapes and options; %d s so far)", name, seconds
-            )
+            say("jaxgen is compiling %s (the first call with these shapes and options; %d s so far)")
         else:
-            COMPILING.warning("jaxgen is still compiling %s (%d s so far)", name, seconds)
+            say("jaxgen is still compiling %s (%d s so far)")
         reports += 1
 
     reporting = repeating(report, FIRST, NEXT) if is_on() else contextlib.nullcontext()
@@ -80,7 +82,7 @@ def announced(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted while compiling {name}") from None
     if reports:
-        COMPILING.warning("jaxgen has compiled %s in %.0f s", name, time.monotonic() - began)
+        say("jaxgen has compiled %s in %d s")
 
 
 @contextlib.contextmanager
@@ -108,8 +110,14 @@ def progress_bar(is_wanted: bool, title: str, total: int | None, unit: str) -> I
                 bar.set_postfix(shown, refresh=False)
             bar.update(count)
 
-        with repeating(bar.refresh, min(FIRST, interval), interval):
-            yield add
+        if not (in_notebook or is_file):
+            _on_terminal.append(bar)
+        try:
+            with repeating(bar.refresh, min(FIRST, interval), interval):
+                yield add
+        finally:
+            if bar in _on_terminal:
+                _on_terminal.remove(bar)
 
 
 class _Lines:

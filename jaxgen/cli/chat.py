@@ -84,7 +84,7 @@ class Chat:
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         printer = Printer(session)
-        with _on_interrupt(printer.stop):
+        with _on_interrupt(printer.stop), terminal.showing_interrupts():
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:

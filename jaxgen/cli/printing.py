@@ -27,8 +27,9 @@ class Printer(TextStreamer):
         self._stopped, self._stats = False, session.stats
         self.text = ""
         self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
-        on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
+        self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        is_wrapped = self._on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs
+        self._wrapper = Wrapper() if is_wrapped else None
 
     def stop(self, *_: object) -> None:
         """End the answer; can be used as a signal handler."""
@@ -44,12 +45,16 @@ class Printer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print and store text."""
         self.text += text
+        room = 0 if self._on_terminal else sys.maxsize
         if self._wrapper is not None:
             columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # the width is 0 if unknown
             text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
+            room = columns - self._wrapper.column
         if text or stream_end:
             terminal.erase()
         super().on_finalized_text(text, stream_end)
+        if text and not stream_end:
+            terminal.show("compiling, and generating the rest", room)
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:

@@ -1,13 +1,16 @@
 """Messages on stderr, and the status: what the command is waiting for, and for how many seconds.
 
-On a terminal, the status is a line that is redrawn every half second and erased in the end. Elsewhere, such as in a log
-file, it is written as a line if it lasts two seconds, and then every 30 seconds.
+On a terminal, the status is redrawn every half second and erased in the end. It has its own line, or follows the text
+on the current line. Elsewhere, such as in a log file, it is written as a line if it lasts two seconds, and then every
+30 seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -16,12 +19,16 @@ from collections.abc import Callable, Iterator
 from jaxgen import progress
 
 _ERASE = "\r\x1b[K"
+_SAVE, _ERASE_REST, _RESTORE = "\x1b7", "\x1b[K", "\x1b8"  # the cursor's position, and the line to its right
+_LEAST_ROOM = 20  # minimum number of columns for a status after text
 _INTERVAL = 0.5  # seconds between checks whether the status has to be redrawn or written
 
 _lock = threading.RLock()  # guards the variables below, and what is printed
 _status: str | Callable[[], str] | None = None
 _since = 0.0  # the time at which the status was first shown
-_is_drawn = False  # whether the status line is on the screen
+_room: int | None = None  # the number of columns after the text on the current line; None if there is no text
+_undo = ""  # what removes the status from the screen
+_interrupts: int | None = None  # a pipe that can be read once Ctrl-C has been pressed
 _written: object = None  # the status that was last written as a line
 _last = 0.0  # the time at which the last line was written
 _is_ticking = False  # whether `ticking` keeps the status up to date; otherwise, no lines are written
@@ -47,17 +54,19 @@ def report(text: str) -> None:
         write(f"jaxgen: {text}")
 
 
-def show(text: str | Callable[[], str]) -> None:
+def show(text: str | Callable[[], str], room: int | None = None) -> None:
     """Show the status until `erase` is called.
 
     Args:
         text: the status, to which the elapsed seconds are added; or a function that returns the whole line.
+        room: None if the cursor is at the beginning of an empty line. If the line contains text, the number of columns
+            after it; the status is then drawn after the text, but only if it lasts a second.
     """
-    global _status, _since
+    global _status, _since, _room
     with _lock:
         if text == _status:
             return
-        _status, _since = text, time.monotonic()
+        _status, _since, _room = text, time.monotonic(), room
     _update()
 
 
@@ -94,9 +103,26 @@ def ticking(text: str | None = None) -> Iterator[None]:
         _is_ticking = False
 
 
+@contextlib.contextmanager
+def showing_interrupts() -> Iterator[None]:
+    """In the block, the status shows that Ctrl-C was pressed. The handler itself does not run while XLA compiles."""
+    global _interrupts
+    _interrupts, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        with _lock:  # not while `_update` is reading it
+            mine, _interrupts = _interrupts, None
+            os.close(mine)
+        os.close(theirs)
+
+
 def _update() -> None:
     """Redraw the status on a terminal; elsewhere, write it as a line if one is due."""
-    global _written, _is_drawn
+    global _written
     with _lock:
         status, seconds = _status, time.monotonic() - _since
     if status is None:
@@ -107,13 +133,24 @@ def _update() -> None:
     with _lock:
         if status != _status:
             return
+        if _interrupts is not None and select.select([_interrupts], [], [], 0)[0]:
+            line = f"interrupted ({seconds:.0f} s); Ctrl-\\ quits at once"
         if _can_erase():
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            _print(_ERASE + line[: columns - 1])
-            _is_drawn = True
+            _draw(line, seconds)
         elif _is_ticking and progress.is_on() and _is_due(seconds):
             _written = status
             write(f"jaxgen: {line}")
+
+
+def _draw(line: str, seconds: float) -> None:
+    global _undo
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    if _room is None:
+        _undo = _ERASE
+        _print(_ERASE + line[: columns - 1])
+    elif seconds >= 1 and _room >= _LEAST_ROOM:
+        _undo = _SAVE + _ERASE_REST + _RESTORE
+        _print(f"{_SAVE}{_ERASE_REST} {line[: min(_room, columns) - 2]}{_RESTORE}")
 
 
 def _is_due(seconds: float) -> bool:
@@ -128,10 +165,10 @@ def _can_erase() -> bool:
 
 
 def _undraw() -> None:
-    global _is_drawn
-    if _is_drawn:
-        _is_drawn = False
-        _print(_ERASE)
+    global _undo
+    if _undo:
+        _print(_undo)
+        _undo = ""
 
 
 def _print(text: str) -> None:

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import re
+import signal
 import types
 
 import pytest
@@ -80,6 +81,39 @@ def test_a_terminal_shows_each_second(screen, after):
         assert screen.new() == ERASE + "a" * 59
     assert screen.new() == ERASE
     assert after(40) == ""
+
+
+def test_a_status_after_text(screen, after):
+    screen.is_terminal = True
+    with terminal.ticking():
+        for room, drawn, erased in (
+            (60, "\x1b7\x1b[K compiling (1 s)\x1b8", "\x1b7\x1b[K\x1b8"),
+            (19, "", ""),
+        ):
+            terminal.show("compiling", room)
+            assert screen.new() == after(0.9) == ""  # text usually comes quickly
+            assert after(0.1) == drawn
+            terminal.erase()
+            assert screen.new() == erased
+        terminal.show("compiling" * 9, 30)
+        assert after(1) == f"\x1b7\x1b[K {('compiling' * 9)[:28]}\x1b8"
+
+
+def test_an_interrupt_is_shown(screen, after):
+    screen.is_terminal = True
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with terminal.ticking("compiling"), terminal.showing_interrupts():
+            assert after(5) == f"{ERASE}compiling{ERASE}compiling (5 s)"
+            signal.raise_signal(signal.SIGINT)
+            assert after(1) == f"{ERASE}interrupted (6 s); Ctrl-\\ quits at once"
+            assert after(1) == f"{ERASE}interrupted (7 s); Ctrl-\\ quits at once"
+        with terminal.ticking("compiling"), terminal.showing_interrupts():
+            screen.new()
+            assert after(5) == f"{ERASE}compiling (5 s)"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_file_gets_a_line_at_the_latest_every_30_seconds(screen, after):

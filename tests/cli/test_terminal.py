@@ -92,6 +92,8 @@ def test_interrupts_while_compiling(start, talking):
             terminal.wait_for("compiling")
             time.sleep(0.3)  # so that the compiler is running
             key()
+            if key == terminal.interrupt:
+                terminal.wait_for("interrupted (")
         assert "the message was dropped" in terminal.output
         assert terminal.end() == -signal.SIGQUIT
         assert "Traceback" not in terminal.output
