@@ -51,7 +51,7 @@ def repeating(report: Callable[[], object], first: float, interval: float) -> It
         yield
     finally:
         ended.set()
-        if thread.ident is not None:
+        if thread.ident is not None and not sys.is_finalizing():  # Python has already stopped its daemon threads
             thread.join()
 
 

@@ -77,7 +77,7 @@ def reports():
 def run_script(script: str, **environment: str) -> tuple[int, str, str]:
     command = [sys.executable, "-c", f"from jaxgen import progress\nprogress.FIRST = 0.01\n{script}"]
     done = subprocess.run(
-        command, cwd=ROOT, env={"JAXGEN_PROGRESS": "1", **environment}, capture_output=True, text=True
+        command, cwd=ROOT, env={"JAXGEN_PROGRESS": "1", **environment}, capture_output=True, text=True, timeout=60
     )
     return done.returncode, done.stdout, done.stderr
 

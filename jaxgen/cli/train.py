@@ -199,9 +199,9 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
 
     def report(line: str) -> None:
-        terminal.erase()  # the next status counts from zero
+        terminal.erase()
         terminal.write(line)
-        terminal.show(f"taking the next {options.report_every} steps")
+        terminal.show("training")  # counts the seconds since this line
 
     terminal.show(f"loading {options.model}, compiling, and taking the first {options.report_every} steps")
     frozen = load_hf(job.source.path)[0] if job.rank else None
