@@ -19,6 +19,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.progress import progress_bar
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import compile_for, run_fitting
@@ -41,6 +42,7 @@ def warmup(
     tokenizer=None,
     assistant=None,
     hook=None,
+    progress: bool = False,
 ) -> int:
     """Compile the programs that calls to `generate` will need, so that the first calls do not have to wait.
 
@@ -58,10 +60,12 @@ def warmup(
         prompts: the number of prompts per call.
         key: None for greedy decoding. For sampling, any key with the same shape and dtype as in later calls.
         streaming: compile the programs for calls with a streamer or `max_time`.
+        progress: if True, show a progress bar of tqdm on stderr, which counts pairs of sizes.
         Other arguments: as in later calls to `generate`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `generate`, or if widths, lengths or prompts are below 1.
+        InputError, ConfigError, TypeError: as for `generate`; if widths, lengths or prompts are below 1; or if
+            `progress` is True and tqdm is not installed.
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)
@@ -79,13 +83,16 @@ def warmup(
     columns = {prompt_bucket(width) for width in _sizes("widths", widths)}
     capacities = {capacity_for(length, cfg.records) for length in _sizes("lengths", lengths)}
     (rows,) = _sizes("prompts", [prompts])
-    for width, length in itertools.product(sorted(columns), sorted(capacities)):
-        sized = cfg.replace(max_new_tokens=length)
-        inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
-        watched = streaming or cfg.max_time is not None
-        call = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
-        run_fitting(call, partial(_compile, width=width, watched=watched))
-    return len(columns) * len(capacities)
+    pairs = list(itertools.product(sorted(columns), sorted(capacities)))
+    with progress_bar(progress, "compiling", len(pairs), "pairs of sizes") as add:
+        for width, length in pairs:
+            sized = cfg.replace(max_new_tokens=length)
+            inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
+            watched = streaming or cfg.max_time is not None
+            call = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
+            run_fitting(call, partial(_compile, width=width, watched=watched))
+            add(1)
+    return len(pairs)
 
 
 def _compile(prepared: Prepared, width: int, watched: bool) -> None:

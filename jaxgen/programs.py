@@ -22,6 +22,7 @@ from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
 from jaxgen.memory import SMALL, check_free
+from jaxgen.progress import announced
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # maximum number of programs; on a CPU, each uses about 20 MB of memory
@@ -168,7 +169,8 @@ class _NewProgram:
             return self._function(*args, **kwargs)
         with self._lock:
             if self._needed is None:
-                self._needed = bytes_taken(self._function.lower(*args, **kwargs).compile())
+                with announced(self._key[0].name):
+                    self._needed = bytes_taken(self._function.lower(*args, **kwargs).compile())
         devices = _devices(jax.tree.leaves((args, kwargs)))
         # With several processes, one process must not reject a call that the other processes start.
         if self._needed > SMALL and all(device.process_index == jax.process_index() for device in devices):

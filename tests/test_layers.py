@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "version", "memory", "programs", "compile_cache", "recompilation", "shadowing"},
+    {"errors", "buckets", "shapes", "version", "memory", "shadowing"}
+    | {"programs", "compile_cache", "progress", "recompilation"},
     {"model", "text", "arguments"},
     {"config", "grammar"},
     {"logits", "convert"},

@@ -18,6 +18,7 @@ from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
+from jaxgen.progress import COMPILING
 from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
@@ -54,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
                 os._exit(status)  # jax would otherwise wait five minutes for the other processes
             return status
-        finally:
-            terminal.erase()
 
 
 class _Lines(logging.Handler):
@@ -64,17 +63,28 @@ class _Lines(logging.Handler):
         terminal.write(f"jaxgen: {record.levelname.lower()}: {self.format(record)}")
 
 
+class _LongCompilations(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless there is a status, which already shows that the command is waiting."""
+        if not terminal.is_shown():
+            terminal.write(self.format(record))
+
+
 @contextlib.contextmanager
 def _log(argv: Sequence[str]) -> Iterator[None]:
-    """With --debug, print log records of level INFO and above while the block runs."""
-    logger, handler = logging.getLogger("jaxgen"), _Lines()
+    """While the block runs, print reports of long compilations and, with --debug, all other records from INFO on."""
+    logger, handler, reports = logging.getLogger("jaxgen"), _Lines(), _LongCompilations()
     level = logger.level
     if "--debug" in argv:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
+    COMPILING.addHandler(reports)
+    COMPILING.propagate = False
     try:
         yield
     finally:
+        COMPILING.propagate = True
+        COMPILING.removeHandler(reports)
         logger.removeHandler(handler)
         logger.setLevel(level)
 
@@ -107,16 +117,17 @@ def _explained(error: BaseException) -> int:
 
 def _answer(argv: Sequence[str]) -> int:
     options = parse(argv)
-    if distributed.wanted(options):
-        if (status := distributed.supervise()) is not None:
-            return status
-        distributed.join(options)
-    terminal.show("starting")
-    check_convert()
-    from jaxgen.cli.answer import answer  # --help does not need jax, and importing jax takes a second
+    has_others = distributed.wanted(options)
+    if has_others and (status := distributed.supervise()) is not None:
+        return status
+    with terminal.ticking("starting"):  # after the fork in `supervise`, because it starts a thread
+        if has_others:
+            distributed.join(options)
+        check_convert()
+        from jaxgen.cli.answer import answer  # --help does not need jax, and importing jax takes a second
 
-    with _device(options):
-        stats = answer(options)
+        with _device(options):
+            stats = answer(options)
     if options.stats:
         for line in stats.lines():
             terminal.say("stats", line)
@@ -128,21 +139,22 @@ def _answer(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> None:
     options = parse_train(argv)
-    check_convert()
-    from jaxgen.cli.train import train_and_save
+    with terminal.ticking("starting"):
+        check_convert()
+        from jaxgen.cli.train import train_and_save
 
-    with _device(options):
-        train_and_save(options)
+        with _device(options):
+            train_and_save(options)
 
 
 def _serve(argv: Sequence[str]) -> None:
     options = parse_serve(argv)
-    terminal.show("starting")
-    check_convert()
-    from jaxgen.cli.serve import serve
+    with terminal.ticking("starting"):
+        check_convert()
+        from jaxgen.cli.serve import serve
 
-    with _device(options):
-        serve(options)
+        with _device(options):
+            serve(options)
 
 
 @contextlib.contextmanager

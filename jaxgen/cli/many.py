@@ -32,8 +32,6 @@ from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
 
-_SECONDS = 0.2  # minimum interval between updates of the status line
-
 
 def write_answers(
     lines: Sequence[Line],
@@ -77,8 +75,10 @@ def write_answers(
                 print(*map(_json, entries), sep="\n", flush=True)
             session.stats.failed += sum("error" in entry for entry in entries)
             session.stats.tokens += sum(entry["tokens"] for entry in entries)
-            if file is not None or not (sys.stdout is not None and sys.stdout.isatty()):
-                progress.add(entries)
+            progress.add(entries, is_shown=file is not None or not (sys.stdout is not None and sys.stdout.isatty()))
+        terminal.erase()
+        if jax.process_index() == 0:
+            terminal.report(progress.summary())
 
 
 class _Progress:
@@ -88,30 +88,40 @@ class _Progress:
         self.prompts, self.before, self.stats, self.engine, self.slots = prompts, before, stats, engine, slots
         self.began, self.compiled = time.monotonic(), stats.compile
         self.answered = self.tokens = 0
-        self.shown = 0.0
 
-    def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Add one more prompt and its tokens to the counts, and update the status line if an update is due."""
+    @property
+    def seconds(self) -> float:
+        """The number of elapsed seconds, excluding compilation."""
+        return max(time.monotonic() - self.began - (self.stats.compile - self.compiled), 1e-9)
+
+    def add(self, entries: Sequence[Mapping[str, Any]], *, is_shown: bool) -> None:
+        """Add one more prompt and its tokens to the counts, and show the status line if `is_shown`."""
         self.answered += 1
         self.tokens += sum(entry["tokens"] for entry in entries)
-        now = time.monotonic()
-        if now - self.shown < _SECONDS and self.before + self.answered < self.prompts:
-            return
-        self.shown = now
-        terminal.show(self.line(now - self.began - (self.stats.compile - self.compiled)))
+        if is_shown:
+            terminal.show(self.line)
 
-    def line(self, seconds: float) -> str:
-        """Return the status line, given the number of elapsed seconds."""
-        seconds = max(seconds, 1e-9)
+    def summary(self) -> str:
+        """Return the line that reports the end of the run."""
+        prompts, seconds = "1 prompt" if self.answered == 1 else f"{self.answered:,} prompts", self.seconds
+        speed = f"{self.tokens / seconds:,.0f} tokens/s"
+        return f"answered {prompts}: {self.tokens:,} tokens in {_clock(seconds)}, {speed}, not counting compilation"
+
+    def line(self) -> str:
+        """Return the status line."""
+        seconds = self.seconds
         done, tokens, used = self.before + self.answered, self.tokens, ""
         if self.engine is not None and self.slots is not None:
             counts = self.engine.counts()
             tokens, used = counts.tokens, f", {min(counts.occupancy / self.slots, 1):.0%} of {self.slots} slots in use"
-        left = round(seconds * (self.prompts - done) / self.answered)
-        return (
-            f"{done:,} of {self.prompts:,} prompts, {tokens / seconds:,.0f} tokens/s{used}, "
-            f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
-        )
+        left = seconds * (self.prompts - done) / self.answered
+        return f"{done:,} of {self.prompts:,} prompts, {tokens / seconds:,.0f} tokens/s{used}, {_clock(left)} left"
+
+
+def _clock(seconds: float) -> str:
+    """Return a number of seconds as hours, minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def width_for(lines: Iterable[Line]) -> int:

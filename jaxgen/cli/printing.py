@@ -29,8 +29,9 @@ class Printer(TextStreamer):
         self.text = ""
         self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
         self.begin: Callable[[], None] = lambda: None  # called once all programs are compiled
-        on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
+        self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        is_wrapped = self._on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs
+        self._wrapper = Wrapper() if is_wrapped else None
 
     def stop(self, *_: object) -> None:
         """End the answer; can be used as a signal handler."""
@@ -48,12 +49,16 @@ class Printer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print and store text."""
         self.text += text
+        room = 0 if self._on_terminal else sys.maxsize
         if self._wrapper is not None:
             columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # the width is 0 if unknown
             text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
+            room = columns - self._wrapper.column
         if text or stream_end:
             terminal.erase()
         super().on_finalized_text(text, stream_end)
+        if text and not stream_end:
+            terminal.show("compiling, and generating the rest", room)
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
@@ -61,21 +66,24 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
 
     `more` contains keyword arguments for `generate`, in addition to those of the session.
     """
-    terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
     arguments = {"tokenizer": session.tokenizer, **session.generate_kwargs, **more}
-    if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
-        try:
-            return generate(session.params, ids, session.key, cfg, streamer=printer, **arguments)
-        except BaseException:  # on any error or Ctrl-C, print the text that is held back
-            if printer.text:
-                printer.end()
-            raise
-        finally:
-            session.stats.streamed(printer.times)
-    with session.stats.generating():
-        out = generate(session.params, ids, session.key, cfg, **arguments)
-        session.stats.tokens += int(np.sum(np.asarray(out.lengths)))
-    for number, text in enumerate(session.tokenizer.decode_batch(out)):
-        printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
-    return out
+    terminal.show("compiling, and reading the prompt")
+    try:
+        if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
+            try:
+                return generate(session.params, ids, session.key, cfg, streamer=printer, **arguments)
+            except BaseException:  # on any error or Ctrl-C, print the text that is held back
+                if printer.text:
+                    printer.end()
+                raise
+            finally:
+                session.stats.streamed(printer.times)
+        with session.stats.generating():
+            out = generate(session.params, ids, session.key, cfg, **arguments)
+            session.stats.tokens += int(np.sum(np.asarray(out.lengths)))
+        for number, text in enumerate(session.tokenizer.decode_batch(out)):
+            printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
+        return out
+    finally:
+        terminal.erase()

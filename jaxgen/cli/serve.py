@@ -74,6 +74,7 @@ def serve(options: argparse.Namespace) -> None:
             )
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
+            terminal.erase()
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             # After its shutdown, uvicorn raises SIGTERM again; ignoring it keeps the exit from looking like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

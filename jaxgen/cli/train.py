@@ -48,6 +48,7 @@ def train_and_save(options: argparse.Namespace) -> None:
         if not can_resume(work, model=job.model, cfg=job.cfg, run=job.run, replace=options.overwrite):
             terminal.write(f"the state is saved in {work} every {options.save_every} steps")
         params = _trained(job, work, options)
+        terminal.show(f"writing {options.out}")
         with new_directory(out, overwrite=options.overwrite) as directory:
             if options.save_adapter:
                 save_adapter(params, job.source.cfg, directory, base=options.model)
@@ -206,6 +207,13 @@ def _check_memory(job: _TrainJob) -> None:
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Train, and return the parameters in the checkpoint's dtypes; with --save-adapter, updates are not merged."""
+
+    def report(line: str) -> None:
+        terminal.erase()
+        terminal.write(line)
+        terminal.show("training")  # counts the seconds since this line
+
+    terminal.show(f"loading {options.model}, compiling, and taking the first {options.report_every} steps")
     frozen = load_hf(job.source.path)[0] if job.rank else None
     key = jax.random.key(job.cfg.seed)
     trained = train(
@@ -219,7 +227,7 @@ def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
         run=job.run,
         save_every=options.save_every,
         report_every=options.report_every,
-        report=terminal.write,
+        report=report,
         evaluation=_evaluation(job, frozen, options),
     )
     if frozen is not None:

@@ -35,6 +35,11 @@ class Wrapper:
         self._restart()
         return word
 
+    @property
+    def column(self) -> int:
+        """The cursor's column after the text that was returned, starting from 0."""
+        return self._column
+
     def _restart(self) -> None:
         self._fence = ""  # the opening fence of the code block around the current line
         self._begin_line()

@@ -26,6 +26,7 @@ from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
+from jaxgen.progress import progress_bar
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -275,14 +276,18 @@ class Engine:
             self._changed.notify_all()
             return self._version
 
-    def warmup(self) -> None:
+    def warmup(self, progress: bool = False) -> None:
         """Compile the program, so that no prompt has to wait for compilation. If `leads` is False, do nothing.
 
+        Args:
+            progress: if True, show a progress bar of tqdm on stderr, which counts the seconds.
+
         Raises:
-            InputError: some prompts have not been answered yet. Call this method before submitting prompts.
+            InputError: some prompts have not been answered yet (call this method before submitting prompts); or
+                `progress` is True and tqdm is not installed.
         """
         self._refuse_own_thread("warmup")
-        with self._changed:
+        with progress_bar(progress and self.leads, "compiling the engine", 1, "programs") as add, self._changed:
             self._check_open()
             if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
@@ -291,6 +296,7 @@ class Engine:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not (self._warming or self._in_flight))
                 self._check_open()  # the chunk may have failed
+            add(1)
 
     def counts(self) -> Counts:
         """Return the engine's statistics so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
 from jaxgen.errors import JaxgenError, shown
+from jaxgen.progress import progress_bar
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -28,6 +29,7 @@ def generate_many(
     prompt_width: int = 1024,
     tokenizer: Tokenizer | None = None,
     ordered: bool = False,
+    progress: bool = False,
     **engine: Any,
 ) -> Iterator[Completion]:
     """Answer any number of prompts from an iterable, which may be endless. Yield each sequence as it ends.
@@ -52,23 +54,38 @@ def generate_many(
         prompt_width: the maximum number of tokens in a prompt.
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
+        progress: if True, show a progress bar of tqdm on stderr, which counts answered prompts.
         **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_classes`, `stop_states`,
             `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `Engine`.
+        InputError, ConfigError, TypeError: as for `Engine`; or `progress` is True and tqdm is not installed.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
     most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
     sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most}
-    with Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made:
-        completions = ended(made, prompts, most) if made.leads else iter(())
+    is_shown, total = progress and jax.process_index() == 0, len(prompts) if isinstance(prompts, Sized) else None
+    with (
+        progress_bar(is_shown, "answering", total, "prompts") as add,
+        Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made,
+    ):
+        completions = _counted(ended(made, prompts, most), made, add) if made.leads else iter(())
         if ordered:
             for _, group in in_order(by_prompt(completions)):
                 yield from group
         else:
             yield from (completion for _, completion, _ in completions)
+
+
+def _counted(
+    completions: Iterable[tuple[int, Completion, bool]], engine: Engine, add: Callable
+) -> Iterator[tuple[int, Completion, bool]]:
+    """Yield the items of `ended`, and add each answered prompt to a progress bar."""
+    for place, completion, is_last in completions:
+        if is_last:
+            add(1, {"tokens": engine.counts().tokens})
+        yield place, completion, is_last
 
 
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:

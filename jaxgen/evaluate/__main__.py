@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgen import arguments
+from jaxgen.cli import terminal
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
@@ -21,18 +22,20 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, which is 2 for bad input."""
     try:
         options, rest = _parse(words)
-        try:
-            import lm_eval.models  # makes the harness register its own models first
-            from lm_eval.__main__ import cli_evaluate
-            from lm_eval.api.registry import model_registry
-        except ModuleNotFoundError as error:
-            raise InputError(
-                f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[eval]"'
-            ) from error
-        assert lm_eval.models
-        model_registry.register(_MODEL)(_model(options))
-        sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
-        cli_evaluate()
+        with terminal.ticking("starting"):
+            try:
+                import lm_eval.models  # makes the harness register its own models first
+                from lm_eval.__main__ import cli_evaluate
+                from lm_eval.api.registry import model_registry
+            except ModuleNotFoundError as error:
+                raise InputError(
+                    f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[eval]"'
+                ) from error
+            assert lm_eval.models
+            model_registry.register(_MODEL)(_model(options))
+            sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
+            terminal.erase()  # the harness shows its own progress
+            cli_evaluate()
         return 0
     except (JaxgenError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

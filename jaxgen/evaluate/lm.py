@@ -15,6 +15,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.tables import eos_list
 from jaxgen.engine.many import generate_many
 from jaxgen.errors import ConfigError, GenerationError, InputError
+from jaxgen.progress import is_on
 from jaxgen.scoring.many import score_many
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -110,11 +111,12 @@ class JaxgenLM(TemplateLM):
         return {"model": self._name, "model_dtype": self._cfg.model.dtype, "model_num_parameters": count}
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations of contexts, truncating the contexts on the left to fit the model."""
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
-        found = score_many(self._params, pairs, self._cfg, batch_tokens=self.batch_tokens)
+        progress = is_on() and not disable_tqdm
+        found = score_many(self._params, pairs, self._cfg, batch_tokens=self.batch_tokens, progress=progress)
         results = [(scores.total, bool(scores.is_greedy.all())) for scores in found]
         for (texts, _, _), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
@@ -138,7 +140,8 @@ class JaxgenLM(TemplateLM):
                 windows.append((list(before), list(rest)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        found = score_many(self._params, windows, self._cfg, batch_tokens=self.batch_tokens)
+        progress = is_on() and not disable_tqdm
+        found = score_many(self._params, windows, self._cfg, batch_tokens=self.batch_tokens, progress=progress)
         for owner, scores in zip(owners, found, strict=True):
             totals[owner] += scores.total
         for request, total in zip(requests, totals, strict=True):
@@ -160,6 +163,7 @@ class JaxgenLM(TemplateLM):
         )
         answers = [""] * len(requests)
         more = {"tokenizer": self._tokenizer, "slots": min(self.slots, len(prompts)), "prompt_width": width}
+        more["progress"] = is_on() and not disable_tqdm
         for done in generate_many(self._params, prompts, self._key if draws else None, cfg, **more):
             if done.error is not None:
                 raise GenerationError(f"request {done.index}: {done.error}")

@@ -18,6 +18,7 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, place_rows
 from jaxgen.programs import default_device
+from jaxgen.progress import progress_bar
 from jaxgen.request.checks import check_call
 from jaxgen.request.inputs import token_ids
 from jaxgen.scoring.logprobs import continuation_logprobs
@@ -88,6 +89,7 @@ def score_many(
     cfg: GenerationConfig,
     *,
     batch_tokens: int | None = None,
+    progress: bool = False,
 ) -> list[TokenScores]:
     """Score continuations, each given its context, in batches of requests of similar length.
 
@@ -104,12 +106,14 @@ def score_many(
         cfg: as in `score`. Only `cfg.model` and `cfg.adapter` are used, with the same adapter for all requests.
         batch_tokens: the approximate number of tokens in memory at a time, including padding; by default 8,192, or
             1,024 on a CPU. A longer request forms a batch by itself.
+        progress: if True, show a progress bar of tqdm on stderr, which counts requests.
 
     Returns:
         The scores, in the order of the requests.
 
     Raises:
-        InputError: a context or continuation is empty, or an id is not in the vocabulary.
+        InputError: a context or continuation is empty, an id is not in the vocabulary, or `progress` is True and tqdm
+            is not installed.
         ConfigError: `cfg` has no model, or the model uses dynamic RoPE, which depends on the whole length of a row.
         TypeError: a request is not a pair of lists of ids.
     """
@@ -125,8 +129,13 @@ def score_many(
     mesh = mesh_of(params)
     found: dict[int, TokenScores] = {}
     most_rows = max(1, LOGITS_AT_ONCE // model.vocab_size)
-    for batch in _batches(_groups(requests, model, batch_tokens), batch_tokens, most_rows):
-        found |= _score(params, batch, cfg, mesh)
+    groups = list(_groups(requests, model, batch_tokens))
+    total = sum(len(group.continuations) for group in groups)
+    with progress_bar(progress, "scoring", total, "requests") as add:
+        for batch in _batches(groups, batch_tokens, most_rows):
+            scores = _score(params, batch, cfg, mesh)
+            found |= scores
+            add(len(scores))
     return [found[number] for number in range(len(found))]
 
 

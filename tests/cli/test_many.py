@@ -132,8 +132,7 @@ class TestForms:
     @pytest.mark.slow
     def test_progress(self, run, drawn, monkeypatch, tmp_path):
         shown = []
-        monkeypatch.setattr(terminal, "show", shown.append)
-        monkeypatch.setattr("jaxgen.cli.many._SECONDS", 0)
+        monkeypatch.setattr(terminal, "show", lambda text: shown.append(text if isinstance(text, str) else text()))
         options = drawn[:4]
         assert run(*options, "--max-new-tokens", 3, "--slots", 4, "--output", tmp_path / "answers")[0] == 0
         lines = [text for text in shown if " of 10 prompts" in text]
@@ -165,22 +164,25 @@ def test_rows_of_any_length_compile_nothing():
 
 def test_the_line_that_shows_progress(monkeypatch):
     shown, now = [], [100.0]
-    monkeypatch.setattr(terminal, "show", shown.append)
+    monkeypatch.setattr(terminal, "show", lambda line: shown.append(line()))
     monkeypatch.setattr(many.time, "monotonic", lambda: now[0])
     stats = types.SimpleNamespace(compile=7.0)
     engine = types.SimpleNamespace(counts=lambda: Counts(tokens=60_000, steps=2000, occupancy=28.0))
     slots = many._Progress(5000, 1000, stats, engine, 32)
     batches = many._Progress(5000, 1000, stats, None, None)
     stats.compile = 17.0  # 10 of the following seconds are spent compiling
-    for second in (20, 20.1, 30):
+    for second in (20, 30):
         now[0] = 100 + second
-        slots.add([{"tokens": 3}, {"tokens": 4}])
-    batches.add([{"tokens": 100}])
+        slots.add([{"tokens": 3}, {"tokens": 4}], is_shown=True)
+    batches.add([{"tokens": 100}], is_shown=True)
+    batches.add([{"tokens": 100}], is_shown=False)
     assert shown == [
         "1,001 of 5,000 prompts, 6,000 tokens/s, 88% of 32 slots in use, 11:06:30 left",
-        "1,003 of 5,000 prompts, 3,000 tokens/s, 88% of 32 slots in use, 7:24:07 left",
+        "1,002 of 5,000 prompts, 3,000 tokens/s, 88% of 32 slots in use, 11:06:20 left",
         "1,001 of 5,000 prompts, 5 tokens/s, 22:13:00 left",
     ]
+    text = "answered 2 prompts: 200 tokens in 0:00:20, 10 tokens/s, not counting compilation"
+    assert batches.summary() == text
 
 
 class TestInterruptions:

@@ -125,9 +125,20 @@ def test_interrupts_while_compiling(start, talking):
             terminal.wait_for("compiling")
             time.sleep(0.3)  # so that the compiler is running
             key()
+            if key == terminal.interrupt:
+                terminal.wait_for("interrupted (")
         assert "the message was dropped" in terminal.output
         assert terminal.end() == -signal.SIGQUIT
         assert "Traceback" not in terminal.output
+
+
+@pytest.mark.slow
+def test_seconds_while_compiling(start, checkpoint):
+    with start("--model", checkpoint, "-n", 5, "A") as terminal:
+        for second in (1, 2):
+            terminal.wait_for(f"compiling, and reading the prompt ({second} s)")
+        assert terminal.end() == 0
+        assert terminal.screen == "BCDEF\n"
 
 
 @pytest.mark.slow

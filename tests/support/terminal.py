@@ -12,6 +12,7 @@ import time
 
 # A session's leader must open the terminal; otherwise, Ctrl-C interrupts nothing.
 TAKE = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
+STATUS_AFTER_TEXT = re.compile(r"\x1b7.*?\x1b8")
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 
 
@@ -19,7 +20,7 @@ class Terminal:
     """A pseudo-terminal with a process, for use in a `with` block.
 
     Attributes:
-        output: everything that the process wrote, including escape sequences.
+        output: everything that the process wrote, including escape sequences, but without a status that follows text.
     """
 
     def __init__(self, command, cwd=None, columns=100, **environment):
@@ -87,7 +88,7 @@ class Terminal:
             data = os.read(self.own, 65536)
         except OSError:  # on Linux, this means that the other end is closed
             return False
-        self.output += data.decode("utf-8", "replace")
+        self.output = STATUS_AFTER_TEXT.sub("", self.output + data.decode("utf-8", "replace"))
         return bool(data)
 
     def __enter__(self):
