@@ -5,8 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def seed_key(seed: int) -> jax.Array:
+    """Return the same key as `jax.random.key(seed)`, which would compile two programs. `seed` must be below 2**32."""
+    words: Any = np.array([0, seed], np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:

@@ -13,8 +13,9 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.fields import as_fields, refuse_unknown
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
-from jaxgen.errors import JaxgenError, shown
+from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -35,7 +36,8 @@ def generate_many(
     ...     print(done.index, done.text)
 
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
-    completion contains the error, and the other prompts are still answered.
+    completion contains the error, and the other prompts are still answered. A field that prompts do not have, such as
+    a misspelled option, raises an error.
 
     If the parameters are split across several processes, every process must call `generate_many` and iterate over its
     result. Process 0 reads the prompts and gets the completions. In the other processes, the iterator yields nothing,
@@ -43,8 +45,8 @@ def generate_many(
 
     Args:
         params: the parameters.
-        prompts: the prompts. Each prompt is a list of ids, or a dict with `ids` or `text` and named options, as for
-            `Engine.submit`. Text needs a tokenizer. By default, `index` is the prompt's position in the iterable.
+        prompts: the prompts. Each prompt is a string, a list of ids, or a dict of fields, as for `Engine.submit`. By
+            default, `index` is the prompt's position in the iterable.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
@@ -53,7 +55,7 @@ def generate_many(
         **engine: more arguments for `Engine`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `Engine`.
+        InputError, ConfigError, TypeError: as for `Engine`, or a prompt has an unknown field.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
@@ -90,7 +92,11 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
         return place, handle.completion(number), not left
 
     for place, prompt in enumerate(prompts):
-        given = {"index": place, **(prompt if isinstance(prompt, Mapping) else {"ids": prompt})}
+        given = {"index": place, **as_fields(prompt)}
+        try:
+            refuse_unknown(given)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {place}: {error}") from error
         try:
             handle = engine.follow(given, functools.partial(follow, place), timeout=None)
         except EngineClosed:
@@ -110,7 +116,8 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
     ids = given.get("ids")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
-    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error))
+    metadata = given.get("metadata")
+    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
