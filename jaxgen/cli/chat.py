@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxgen.arguments import suggestion
 from jaxgen.cli import terminal
-from jaxgen.cli.input_file import is_conversation
 from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -25,6 +24,7 @@ from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.modes import mode_of
+from jaxgen.engine.fields import is_conversation
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer

@@ -20,7 +20,12 @@ def seed_key(seed: int) -> jax.Array:
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
     """Return one key per prompt: `key` itself if its shape is `[prompts]`, otherwise `fold_in(key, b)` for prompt b."""
-    return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
+    return key if key.ndim else folded(key, jnp.arange(prompts))
+
+
+def folded(key: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return `fold_in(key, index)` for each index."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
 
 
 def sequence_keys(keys: jax.Array, copies: int) -> jax.Array:

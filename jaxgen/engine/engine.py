@@ -15,8 +15,8 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.device import Device, Loop, committed
-from jaxgen.engine.fields import as_fields
-from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
+from jaxgen.engine.fields import LARGEST_INDEX, as_fields
+from jaxgen.engine.forms import ENTRIES, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, QueueFull

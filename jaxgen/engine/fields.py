@@ -23,7 +23,7 @@ GRAMMARS = ("json_schema", "regex", "allowed")
 FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "metadata")
 # Options of a prompt that are not values in the compiled program.
 OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
-LARGEST_SEED = 2**32 - 1
+LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
 _COMPILED = 64  # maximum number of cached grammars
 # The names that other libraries use for options.
 _ELSEWHERE = {
@@ -141,7 +141,7 @@ def with_own(
     cfg = cfg.replace(**fields)
     for name in own:
         if name not in allowed and not (greedy and name == "temperature"):
-            raise ConfigError(f"{name} is part of the program: set it in the engine's config, for all prompts{hint}")
+            raise ConfigError(f"{name} is part of the program: set it in the config, for all prompts{hint}")
     check_options(cfg, 1)
     ignored = {option.name for option in cfg.unread()}
     for name, value in own.items():
@@ -149,7 +149,9 @@ def with_own(
             raise ConfigError(f"{name} must be a single value for this prompt, got {shown(value)}")
         if name in ignored and not greedy and OPTIONS[name].is_given(getattr(cfg, name)):
             sampling = "set do_sample=True too, or " if not cfg.on("do_sample") else ""
-            raise ConfigError(f"{name}={shown(value)} has no effect: {cfg.mode} does not read it: {sampling}leave it out")
+            raise ConfigError(
+                f"{name}={shown(value)} has no effect: {cfg.mode} does not read it: {sampling}leave it out"
+            )
     return cfg
 
 

@@ -17,7 +17,7 @@ from jaxgen.config.option import GREEDY, SAMPLE
 from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Request
-from jaxgen.engine.fields import OF_HOST, translated, with_own
+from jaxgen.engine.fields import LARGEST_INDEX, OF_HOST, translated, with_own
 from jaxgen.errors import ConfigError, InputError, check_whole, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
@@ -27,7 +27,6 @@ ENTRIES, WIDTH = 32, 8  # the default number of entries in a table of ids, and t
 _NOT_OPTIONS = ("ids", "index", "key", "allowed", "metadata")  # see `translated`
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Form:
         self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
         self._key_impl, self._adapters = key_impl, adapters
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        names = _per_prompt() if options is None else _needed(cfg, options)
+        names = per_prompt_options() if options is None else _needed(cfg, options)
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
@@ -183,8 +182,8 @@ class Form:
         """Return the config with the prompt's options applied."""
         if not fields:
             return self.cfg
-        possible = {*_per_prompt(), *OF_HOST}
-        allowed = self.own.union(OF_HOST)
+        possible = {*per_prompt_options(), *OF_HOST}
+        allowed = self.own.union(OF_HOST) - (set() if "min_new_tokens" in self.own else {"min_length"})
         left_out = "; or name it in prompt_options" if possible.intersection(fields).difference(allowed) else ""
         if "adapter" in fields:
             check_adapter(self.cfg.replace(adapter=fields["adapter"]).adapter, self._adapters)
@@ -285,7 +284,7 @@ def _check(cfg: GenerationConfig) -> None:
     check_options(cfg, 1)
 
 
-def _per_prompt() -> list[str]:
+def per_prompt_options() -> list[str]:
     """Return all options that can have one value per prompt in an engine."""
     return [
         name
@@ -300,7 +299,7 @@ def _per_prompt() -> list[str]:
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
     """Return the options that need one value per prompt: `do_sample`, those in `options`, and those `cfg` turns on."""
-    possible = _per_prompt()
+    possible = per_prompt_options()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
     needed = {"do_sample", *options, *(["min_new_tokens"] if cfg.on("min_length") else [])}

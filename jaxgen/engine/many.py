@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from jaxgen.engine.fields import as_fields, refuse_unknown
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 def generate_many(
@@ -129,9 +131,9 @@ def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[t
             yield place, sorted(begun.pop(place), key=lambda completion: completion.sequence)
 
 
-def in_order(groups: Iterable[tuple[int, list[Completion]]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield the items of `by_prompt` in the order of the prompts."""
-    early: dict[int, list[Completion]] = {}
+def in_order(groups: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+    """Yield pairs in the order of their first items, which are 0, 1, 2, ..."""
+    early: dict[int, T] = {}
     following = 0
     for place, group in groups:
         early[place] = group
