@@ -98,11 +98,12 @@ def stdin_bytes() -> bytes:
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error if an id is outside the model's vocabulary, a sign that the tokenizer is for another model."""
+    """Raise an error if an id is outside the model's vocabulary."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
-            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
+            f"the text has the id {largest}, but the model has {model.vocab_size} tokens: the tokenizer or the ids "
+            "belong to another model"
         )
 
 

@@ -18,7 +18,7 @@ from jaxgen.decoding.rng import folded
 from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.checks import check_grammar, check_room, warn_infeasible
+from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.text.tokenizer import Tokenizer
 
 KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
@@ -61,6 +61,7 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
             if form is not None:
                 form.read({"ids": line.ids, **line.fields}, 0)
             own, more = own_config(line, cfg, tokenizer)
+            check_adapter(own.adapter, 0)  # the command attaches an adapter to all prompts
             budget = np.asarray([line.budget])
             warn_infeasible(own, np.asarray([len(line.ids)]), budget)
             if (grammar := more.get("allowed")) is not None:

@@ -149,9 +149,7 @@ def with_own(
             raise ConfigError(f"{name} must be a single value for this prompt, got {shown(value)}")
         if name in ignored and not greedy and OPTIONS[name].is_given(getattr(cfg, name)):
             sampling = "set do_sample=True too, or " if not cfg.on("do_sample") else ""
-            raise ConfigError(
-                f"{name}={shown(value)} has no effect: {cfg.mode} does not read it: {sampling}leave it out"
-            )
+            raise ConfigError(f"{cfg.mode} does not read {name}={shown(value)}: {sampling}leave it out")
     return cfg
 
 

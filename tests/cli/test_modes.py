@@ -297,10 +297,10 @@ class TestInput:
             ('{"id": 3}', "line 1: a prompt must have exactly one of text, prompt, messages, ids: it has none of them"),
             ('{"prompt": "A", "text": "A"}', "exactly one of text, prompt, messages, ids: got text and prompt"),
             ('{"ids": [5, -1]}', 'line 1: "ids" must be a list of at least one token id, got [5, -1]'),
-            ('{"ids": [1000]}', "line 1: the prompt contains the id 1000, but the vocabulary is 0 to"),
+            ('{"ids": [1000]}', "line 1: the text has the id 1000, but the model has 263 tokens"),
             (
                 '{"prompt": "A", "error": "x"}',
-                "line 1: error is a field of the answers: rename it, or put it in metadata",
+                "error is a field of the answers: rename it, or put it in metadata",
             ),
             ('{"prompt": "A", "tokens": 3}', "line 1: tokens is a field of the answers"),
             ('{"prompt": "A", "finish": "eos"}', "line 1: finish is a field of the answers"),
