@@ -42,18 +42,20 @@ _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 # The smallest repetition penalty that transformers recommends for DoLa.
 DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
 _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.per_prompt and not option.host}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inherited:
-    """Names of the options that the checkpoint sets.
+    """Names of the options that have the checkpoint's values, and the checkpoint's config (None without a checkpoint).
 
-    Comparisons ignore `names`, so different names do not cause recompilation.
+    Comparisons ignore the fields, so different values do not cause recompilation.
     """
 
     names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    config: GenerationConfig | None = dataclasses.field(default=None, compare=False)
 
 
 @jax.tree_util.register_static
@@ -137,7 +139,8 @@ class GenerationConfig(GenerationOptions):
             ConfigError: a field is unknown (the message suggests a similar name), or a value is not allowed.
         """
         _refuse_unknown(fields)
-        config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
+        inherited = dataclasses.replace(self._inherited, names=self._inherited.names.difference(fields))
+        config = self._changed({"_inherited": inherited})
         config._set(fields)
         refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
@@ -190,7 +193,18 @@ class GenerationConfig(GenerationOptions):
         result = cls()
         vars(result)["_inherited"] = _Inherited(frozenset(fields))
         result._set({**fields, "model": model})
-        return result
+        return result._changed({"_inherited": _Inherited(frozenset(fields), result)})
+
+    def of_checkpoint(self) -> GenerationConfig:
+        """Return the config to save with the model: the options that `from_hf` read, not those that `replace` changed.
+
+        The ids of special tokens are the current ones, because they describe the model. A config that does not come
+        from `from_hf` is returned as it is.
+        """
+        if (config := self._inherited.config) is None:
+            return self
+        changed = {name: getattr(self, name) for name in _SPECIAL if name not in self._inherited.names}
+        return config.replace(**changed, model=self.model)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the transformers options that differ from their defaults, as a dict for a generation_config.json.
