@@ -313,8 +313,13 @@ class _Conversation:
             raise InputError(str(error)) from error
         self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)
         (name, value), *_ = fields.items()
-        unread = name in [option.name for option in cfg.unread()]
-        _note(in_flags(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
+        if name == "temperature" and "do_sample" in fields:
+            _note("--temperature 0: greedy search")
+            return
+        unread = ""
+        if name in [option.name for option in cfg.unread()]:
+            unread = f", which {cfg.mode} does not read" + ("" if cfg.on("do_sample") else ": /set do_sample true")
+        _note(in_flags(f"{name}={value}") + unread)
 
 
 def _path(name: str, command: str) -> Path:

@@ -244,10 +244,15 @@ def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
     A limit on the command line overrides the checkpoint's limit, even if the two limits have different names. For
-    example, --max-length clears max_new_tokens.
+    example, --max-length clears max_new_tokens. A temperature of 0 means greedy search.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}
+    if fields.get("temperature") == 0:
+        if fields.get("do_sample"):
+            raise InputError("--temperature 0 means greedy search, which excludes --do-sample: leave one of them out")
+        del fields["temperature"]
+        fields["do_sample"] = False
     for option in OFFERED:
         if option.instead_of and option.name in fields:
             fields.setdefault(option.instead_of, OPTIONS[option.instead_of].kind.neutral)

@@ -147,6 +147,11 @@ class GenerationConfig(GenerationOptions):
             _refuse_endless(config)
         return config
 
+    def greedy(self) -> GenerationConfig:
+        """Return a copy for greedy search with one sequence per prompt; options of other modes are off."""
+        config = self.replace(do_sample=False, num_beams=1, num_return_sequences=1, penalty_alpha=None)
+        return config.reset([option.name for option in config.unread() if option.name in config.enabled])
+
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Return the config that all prompts share, and a dict of the values of enabled per-prompt options.
 

@@ -27,7 +27,7 @@ from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
-from jaxgen.request.checks import check_call, check_key
+from jaxgen.request.checks import check_call, check_key, typed_key
 from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # maximum number of steps in a chunk
@@ -105,6 +105,7 @@ class Engine:
             check_whole(name, size)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
         self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
+        key = typed_key(key)
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key

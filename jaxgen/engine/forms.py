@@ -20,7 +20,7 @@ from jaxgen.decoding.request import Request
 from jaxgen.engine.fields import LARGEST_INDEX, OF_HOST, translated, with_own
 from jaxgen.errors import ConfigError, InputError, check_whole, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
+from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room, typed_key
 from jaxgen.text.tokenizer import Tokenizer
 
 ENTRIES, WIDTH = 32, 8  # the default number of entries in a table of ids, and the default number of ids per entry
@@ -211,6 +211,7 @@ class Form:
     def _key_data(self, key: Any, cfg: GenerationConfig) -> np.ndarray | None:
         if key is None:
             return None
+        key = typed_key(key)
         if is_array(key) and key.ndim:
             raise InputError(f"key must be one key, got shape {list(key.shape)}")
         check_key(key, cfg.replace(do_sample=True), 1)
