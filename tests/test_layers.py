@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     {"errors", "buckets", "shapes", "version", "memory", "programs", "program_files", "recompilation", "shadowing"},
-    {"model", "text", "arguments"},
+    {"model", "text", "arguments", "control"},
     {"config", "grammar"},
     {"logits", "convert"},
     {"decoding", "training"},
