@@ -370,6 +370,8 @@ class TestMistakes:
             ("--dola-layers low", {"dola_layers": "low"}),
             ("--dola-layers 2,4", {"dola_layers": [2, 4]}),
             ("--token-healing --raw", {"token_healing": True}),
+            ("--temperature 0", {"do_sample": False}),
+            ("--temperature 0.0 --top-p 0.5", {"do_sample": False, "top_p": 0.5}),
         ],
     )
     def test_fields_of_the_config(self, words, fields):

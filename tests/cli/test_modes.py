@@ -173,21 +173,20 @@ class TestChat:
         ]
         err = say("\n".join([*(f"/set {text}" for text in settings), "/set"]))[2]
         assert self.notes(err) == [
-            "--temperature 0.5, which greedy_search does not read",
-            "--top-p 0.9, which greedy_search does not read",
+            "--temperature 0.5, which greedy_search does not read: /set do_sample true",
+            "--top-p 0.9, which greedy_search does not read: /set do_sample true",
             "--do-sample",
             "--max-new-tokens 2",
             "temp is not an option of a conversation: did you mean --temperature?",
             "argument -t/--temperature: invalid float value: 'x'; see jaxgen --help",
-            "--temperature must be > 0 and finite (for greedy decoding set --no-do-sample), got 0.0",
+            "--temperature 0: greedy search",
             "--do-sample must be true or false",
             "--chat gives one answer per message",
             "--max-length is not an option of a conversation",
             "/set --eos-token-id needs a value",
             "x is not an option of a conversation",
-            "--do-sample",
+            "--no-do-sample",
             "--max-new-tokens 2",
-            "--temperature 0.5",
             "--top-p 0.9",
         ]
 
