@@ -51,9 +51,7 @@ def test_old_keys():
     np.testing.assert_array_equal(eager.sequences, expected)
     several = jax.random.split(old, len(IDS))
     np.testing.assert_array_equal(draw(several), draw(jax.random.wrap_key_data(several)))
-    with pytest.raises(
-        TypeError, match=r"a jax\.random\.key, or a jax\.random\.PRNGKey .*, got uint32\[3\]"
-    ):
+    with pytest.raises(TypeError, match=r"a jax\.random\.key, or a jax\.random\.PRNGKey .*, got uint32\[3\]"):
         draw(jnp.zeros(3, jnp.uint32))
     with pytest.raises(TypeError, match=r"got int32\[2\]"):
         draw(jnp.zeros(2, jnp.int32))

@@ -60,6 +60,8 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
         with line_errors(source, line.number):
             if form is not None:
                 form.read({"ids": line.ids, **line.fields}, 0)
+                if not line.fields.keys() & {"min_new_tokens", "min_length"}:
+                    continue
             own, more = own_config(line, cfg, tokenizer)
             check_adapter(own.adapter, 0)  # the command attaches an adapter to all prompts
             budget = np.asarray([line.budget])

@@ -147,11 +147,12 @@ def _in_slots(
     """
     if not engine.leads:
         return
-    grammar = _grammar(session)
+    grammar, most = _grammar(session), session.cfg.max_new_tokens
 
     def prompt(index: int) -> dict[str, Any]:
         line = lines[index]
-        fields = {"ids": line.ids, "max_new_tokens": line.budget, **line.fields}
+        budget = {} if line.budget == most else {"max_new_tokens": line.budget}
+        fields = {"ids": line.ids, **budget, **line.fields}
         return fields if grammar is None or line.fields.keys() & set(GRAMMARS) else fields | {"allowed": grammar}
 
     answered = by_prompt(ended(engine, map(prompt, indices), engine.most_waiting))
