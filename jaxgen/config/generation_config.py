@@ -148,9 +148,10 @@ class GenerationConfig(GenerationOptions):
         return config
 
     def greedy(self) -> GenerationConfig:
-        """Return a copy for greedy search with one sequence per prompt; options of other modes are off."""
+        """Return a copy for greedy search with one sequence per prompt; options of other modes have their defaults."""
         config = self.replace(do_sample=False, num_beams=1, num_return_sequences=1, penalty_alpha=None)
-        return config.reset([option.name for option in config.unread() if option.name in config.enabled])
+        unread = [option for option in config.unread() if option.is_given(getattr(config, option.name))]
+        return config.replace(**{option.name: option.default for option in unread})
 
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Return the config that all prompts share, and a dict of the values of enabled per-prompt options.

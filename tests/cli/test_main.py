@@ -250,7 +250,11 @@ class TestMistakes:
             (["\udcff"], "not valid Unicode"),
             (["A", "--temperature", "hot"], "--temperature"),
             (["A", "--temperature"], "--temperature"),
-            (["A", "--temperature", "0"], "--temperature must be > 0"),
+            (["A", "--temperature", "-0.1"], "--temperature must be > 0"),
+            (
+                ["A", "--temperature", "0", "--do-sample"],
+                "--temperature 0 means greedy search, which excludes --do-sample",
+            ),
             (["A", "--temperature", "nan"], "--temperature must be > 0"),
             (["A", "--top-k", "-1"], "--top-k must be >= 0"),
             (["A", "--top-k", "2.5"], "'2.5' is not a whole number"),

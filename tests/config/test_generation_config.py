@@ -503,4 +503,4 @@ def test_a_greedy_copy():
         greedy = cfg.greedy()
         assert (greedy.mode, greedy.num_return_sequences, greedy.repetition_penalty) == ("greedy_search", 1, 1.1)
         warn_unused(greedy)  # warnings are errors
-        assert greedy == GenerationConfig(model=model_config(), top_k=None, repetition_penalty=1.1)
+        assert greedy == GenerationConfig(model=model_config(), repetition_penalty=1.1)

@@ -33,8 +33,8 @@ def test_equal_prompts_in_different_forms():
     assert [completion.error for completion in done] == [None] * len(prompts)
     for one, other in zip(done[::2], done[1::2], strict=True):
         assert (one.ids, one.tokens) == (other.ids, other.tokens)
-    assert done[10].text.strip("abc") == ""
-    assert done[12].text in ("12", "345")
+    assert done[10].text.strip('abc"#') == ""  # the ends, tokens 1 and 2, are quotes and hashes in this vocabulary
+    assert done[12].text.rstrip('"#') in ("12", "345")
 
 
 def test_metadata_is_passed_through():
