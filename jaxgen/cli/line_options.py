@@ -25,6 +25,7 @@ KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
 # Tables have space for all automata of the input, but for no more than these numbers of states or classes, unless a
 # single automaton needs more.
 _STATES, _CLASSES = 4096, 1024
+_OF_ONE_LINE = ("index", "seed", "max_new_tokens")  # a batch has one value of these for each line
 _IN_BATCHES = {*OF_HOST, *(name for name, option in OPTIONS.items() if option.kind.per_prompt)}
 
 
@@ -119,9 +120,6 @@ def in_batches(lines: Sequence[Line], indices: Iterable[int], size: int) -> list
         own = {name: value for name, value in lines[index].fields.items() if name not in _OF_ONE_LINE}
         alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
     return sorted(group[first : first + size] for group in alike.values() for first in range(0, len(group), size))
-
-
-_OF_ONE_LINE = ("index", "seed", "max_new_tokens")  # a batch has one value of these for each line
 
 
 def keys_of(lines: Sequence[Line], key: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("prompt", metavar="PROMPT", nargs="?", type=text, help="put it in quotes; - (the default in a pipe) is stdin")
     add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
     add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")
-    many = "one prompt per line, or JSONL with prompt or messages; - is stdin"
+    many = "one prompt per line, or JSONL, in which lines may set options; - is stdin"
     add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
     to = "write the answers to --input to this file, as JSONL (default: stdout)"
     add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
