@@ -25,6 +25,8 @@ FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "metadata")
 OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
 LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
 _COMPILED = 64  # maximum number of cached grammars
+# Warpers that never remove the most likely token.
+_KEEP_FIRST = {"top_h", "top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
 # The names that other libraries use for options.
 _ELSEWHERE = {
     "stop": "stop_strings",
@@ -99,7 +101,8 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
     fields = as_fields(given)
     refuse_unknown(fields)
     source = source_of(fields)
-    if (content := fields.pop(source)) is not None and source != "ids":
+    content = fields.pop(source)
+    if source != "ids":
         if tokenizer is None:
             raise InputError(f"a prompt given as {source} needs a tokenizer: pass tokenizer=, or ids")
         if source == "messages":
@@ -127,8 +130,8 @@ def with_own(
     """Return the config with a prompt's own options applied. `temperature=0` means greedy search.
 
     Raise an error if an option is not among the names in `allowed`, or if the prompt's decode mode does not read it;
-    `hint` is added to the error about a name. With `temperature=0`, other options of sampling have no effect, because
-    none of them changes which token is the most likely one.
+    `hint` is added to the error about a name. With `temperature=0`, the warpers that always keep the most likely token
+    are accepted: they do not change the result.
     """
     fields = dict(own)
     greedy = _is_zero(fields.get("temperature"))
@@ -143,12 +146,12 @@ def with_own(
         if name not in allowed and not (greedy and name == "temperature"):
             raise ConfigError(f"{name} is part of the program: set it in the config, for all prompts{hint}")
     check_options(cfg, 1)
-    ignored = {option.name for option in cfg.unread()}
+    ignored = {option.name for option in cfg.unread()} - (_KEEP_FIRST if greedy else set())
     for name, value in own.items():
         if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
             raise ConfigError(f"{name} must be a single value for this prompt, got {shown(value)}")
-        if name in ignored and not greedy and OPTIONS[name].is_given(getattr(cfg, name)):
-            sampling = "set do_sample=True too, or " if not cfg.on("do_sample") else ""
+        if name in ignored and OPTIONS[name].is_given(getattr(cfg, name)):
+            sampling = "" if greedy or cfg.on("do_sample") else "set do_sample=True too, or "
             raise ConfigError(f"{cfg.mode} does not read {name}={shown(value)}: {sampling}leave it out")
     return cfg
 
