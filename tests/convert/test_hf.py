@@ -386,7 +386,7 @@ def test_what_save_cannot_take(tmp_path, qwen2):
     with pytest.raises(CheckpointError, match=r"^params: .* pass their entry, variables\['params'\]$"):
         save_hf({"params": params}, cfg, tmp_path / "b")
     with pytest.raises(ConfigError, match="temperature has one value per prompt"):
-        save_hf(params, cfg.replace(temperature=np.array([0.5, 1.0])), tmp_path / "b")
+        save_hf(params, GenerationConfig(model=cfg.model, temperature=np.array([0.5, 1.0])), tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
 
 
