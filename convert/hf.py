@@ -41,11 +41,8 @@ from jaxgen.model.quantization import all_built_in, kind_of
 from jaxgen.model.sharding import shardings
 from jaxgen.model.weights import Quantized
 from jaxgen.text.json_file import fetch_again
-
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "tokenizer.model chat_template.jinja chat_template.json"
-).split()
+from jaxgen.text.tokenizer import check_tokenizer
+from jaxgen.text.tokenizer_config import TOKENIZER_FILES
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
@@ -196,20 +193,35 @@ def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, Gen
     return checkpoint, checkpoint.cfg.replace(model=model)
 
 
-def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
-    """Save `params` (nested as `load_hf` returns them) and `cfg` in a directory that transformers can load.
+def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer=None, overwrite=False) -> None:
+    """Save parameters, their config and a tokenizer in a directory that transformers can load.
 
-    `cfg.model` describes the model. The dtype in `cfg.model` matters only for quantized parameters; arrays are written
-    in their own dtypes. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
-    tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
-    one shard at a time. Each shard is at most 5 GB, unless it contains a single larger tensor. Quantized parameters are
-    written to a file such as model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split
-    across a mesh are not gathered: each process writes its own parts to a directory that all processes share.
+    The directory is created atomically. Parameters on an accelerator are copied to the host one shard at a time. Each
+    shard is at most 5 GB, unless it contains a single larger tensor. Quantized parameters are written to a file such as
+    model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
+    gathered: each process writes its own parts to a directory that all processes share.
+
+    Args:
+        params: the parameters, nested as `load_hf` returns them. They are written in their own dtypes.
+        cfg: `cfg.model` describes the model; its dtype matters only for quantized parameters. If `cfg` comes from
+            `load_hf` or `GenerationConfig.from_hf`, generation_config.json contains the options that these read, and
+            the current ids of special tokens. Options set with `replace`, such as those of a training loop, are left
+            out. If `cfg` was created in another way, all of its options are written.
+        path: the directory.
+        tokenizer: the `Tokenizer` to save with the model.
+        overwrite: replace an existing checkpoint. Without `tokenizer`, its tokenizer files are kept; everything else in
+            the directory is deleted.
 
     Raises:
-        CheckpointError: the parameters do not match the model, or `path` exists and cannot be replaced.
+        CheckpointError: the parameters or the tokenizer do not match the model, or `path` exists and cannot be
+            replaced.
     """
     model = model_of(cfg)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+        if len(tokenizer) > model.vocab_size:
+            fault = f"the tokenizer has {len(tokenizer)} tokens, but the model has {model.vocab_size}"
+            raise CheckpointError([f"{fault}: it belongs to another model"])
     weights = check_params(params, model)
     arrays = tensors_of(weights)
     if any(map(is_tracer, arrays.values())):
@@ -217,19 +229,19 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     if deleted := [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]:
         reason = "being donated to a compiled function: use the function's result"
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
-    generation = cfg.to_hf()
+    generation = cfg.of_checkpoint().to_hf()
     config = dataclasses.replace(model, dtype=np.dtype(weights[_EMBEDDING].dtype).name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
         with shared_directory(target, overwrite=overwrite) as directory:
             if jax.process_index() == 0:
-                copy_tokenizer(target, directory)
+                _add_tokenizer(tokenizer, target, directory)
                 write_configs(directory, config, generation)
             write_parts(directory, {name: arrays[name] for name in in_order(arrays)}, file_stem(kind_in(weights)))
         return
     with new_directory(target, overwrite=overwrite) as directory:
-        copy_tokenizer(target, directory)
+        _add_tokenizer(tokenizer, target, directory)
         write_arrays(directory, config, generation, weights)
 
 
@@ -315,6 +327,14 @@ def write_arrays(
         return np.asarray(array)
 
     write_checkpoint(directory, config, generation, sizes, read, None, stem)
+
+
+def _add_tokenizer(tokenizer: Any, target: Path, directory: Path) -> None:
+    """Save a tokenizer to `directory`, which will replace `target`, or copy the one in `target` if it is None."""
+    if tokenizer is None:
+        copy_tokenizer(target, directory)
+    else:
+        tokenizer.save_pretrained(directory)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     {"errors", "buckets", "shapes", "version", "memory", "shadowing"}
     | {"programs", "compile_cache", "progress", "recompilation"},
-    {"model", "text", "arguments"},
+    {"model", "text", "arguments", "control"},
     {"config", "grammar"},
     {"logits", "convert"},
     {"decoding", "training"},

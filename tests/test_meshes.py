@@ -58,6 +58,14 @@ def on_mesh(shape, params=PARAMS, model=MODEL):
     return shard_params(params, model, mesh_of_shape(shape))
 
 
+def test_either_config_describes_the_model():
+    mesh = mesh_of_shape((4, 2))
+    of_model, of_both = (shard_params(PARAMS, cfg, mesh) for cfg in (MODEL, CFG))
+    assert jax.tree.map(lambda x: x.sharding, of_model) == jax.tree.map(lambda x: x.sharding, of_both)
+    with pytest.raises(TypeError, match="cfg must be a GenerationConfig with a model, or a ModelConfig, got NoneType"):
+        shard_params(PARAMS, GenerationConfig(), mesh)
+
+
 def on_meshes():
     """Yield each mode on one mesh, and sampling on all meshes."""
     for number, name in enumerate(MODES):

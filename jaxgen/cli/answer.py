@@ -32,7 +32,8 @@ from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
 from jaxgen.cli.input_file import Line, check_vocabulary, prompt_ids, read_lines, stdin_bytes
-from jaxgen.cli.many import width_for, write_answers
+from jaxgen.cli.line_options import check_lines
+from jaxgen.cli.many import write_answers
 from jaxgen.cli.memory import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
@@ -40,7 +41,8 @@ from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.engine.forms import Form, not_in_slots
+from jaxgen.decoding.rng import seed_key
+from jaxgen.engine.forms import not_in_slots
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -48,7 +50,7 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
-from jaxgen.request.checks import check_room, warn_infeasible
+from jaxgen.request.checks import check_room
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded
@@ -154,24 +156,23 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
         lines = read_lines(options.input, options.system, tokenizer, options.raw, room)
     elif text is not None:
         ids = _encode(tokenizer, options, text)
-        lines = [Line({"prompt": text}, ids, room(ids))]
+        lines = [Line({"prompt": text}, ids, room(ids, None))]
     else:
         lines = []
     chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
-    cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([])))
+    cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([], None)))
     assistant = None if options.assistant is None else local_directory(options.assistant)
     generate_kwargs = _further_arguments(cfg, options, tokenizer)
-    slots = _slots(cfg, options, len(lines)) if options.input else None
+    slots = _slots(cfg, options, sum(line.sequences(cfg) for line in lines)) if options.input else None
     shard = WHOLE if options.shard is None else Shard(*options.shard)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
     job = _AnswerJob(source, assistant, cfg, tokenizer, lines, chat, generate_kwargs, slots, batch_size, shard)
-    if slots is not None:
-        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises an error if engines do not support cfg
-        warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
-    else:
+    if slots is None:
         check_options(cfg, job.shape[0])
+    if options.input:
+        check_lines(lines, cfg.reset(["slots"]), tokenizer, options.input, slots is not None)
     if isinstance(automaton := generate_kwargs.get("prefix_allowed_tokens_fn"), TokenAutomaton):
-        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or room([])))
+        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or room([], None)))
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
     return job
@@ -185,7 +186,7 @@ def open_model(options: argparse.Namespace, adapters: Sequence[Path]) -> Checkpo
     return source
 
 
-def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> int | None:
+def _slots(cfg: GenerationConfig, options: argparse.Namespace, sequences: int) -> int | None:
     """Return the number of slots to use for --input, or None if its prompts are answered in batches."""
     reason = not_in_slots(cfg.reset(["slots"]))
     if options.assistant is not None:
@@ -201,8 +202,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
         )
     if reason is not None:
         return None
-    most = power_of_two(prompts * cfg.num_return_sequences, 1)  # the number of sequences, rounded up to a power of 2
-    return min(options.slots or cfg.slots or DEFAULT_SLOTS, most)
+    return min(options.slots or cfg.slots or DEFAULT_SLOTS, power_of_two(sequences, 1))
 
 
 def _answer_file(
@@ -226,7 +226,7 @@ def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session
     if job.assistant is not None:
         generate_kwargs["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
     return Session(
-        params, job.cfg.replace(model=loaded.model), key_of(options.seed), job.tokenizer, stats, generate_kwargs
+        params, job.cfg.replace(model=loaded.model), seed_key(options.seed), job.tokenizer, stats, generate_kwargs
     )
 
 
@@ -245,12 +245,6 @@ def load_model(
         params = fuse_projections(params, donate=True)
     terminal.erase()
     return params, loaded
-
-
-def key_of(seed: int) -> jax.Array:
-    """Return the same key as `jax.random.key(seed)`, which would compile two programs. `seed` must be below 2**32."""
-    words: Any = np.array([0, seed], np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_text(options: argparse.Namespace) -> str | None:
@@ -362,15 +356,17 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> lis
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 
 
-def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) -> int:
-    """Return the maximum number of new tokens after a prompt."""
+def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int], own: int | None) -> int:
+    """Return the maximum number of new tokens after a prompt; `own` is the prompt's own `max_new_tokens`."""
     prompt, context = len(ids), cfg.model.context_length
     check_vocabulary(ids, cfg.model)
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens, but the model's context is {context}, including the answer: shorten it"
         )
-    if options.max_length is not None:
+    if own is not None:
+        new_tokens = own
+    elif options.max_length is not None:
         if options.max_length <= prompt:
             raise InputError(
                 f"--max-length {options.max_length} counts the prompt, which has {prompt} tokens: raise it, "

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxgen.arguments import suggestion
 from jaxgen.cli import keyboard, terminal
-from jaxgen.cli.input_file import is_conversation
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -27,6 +26,7 @@ from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.modes import mode_of
+from jaxgen.engine.fields import is_conversation
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -316,8 +316,13 @@ class _Conversation:
             raise InputError(str(error)) from error
         self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)
         (name, value), *_ = fields.items()
-        unread = name in [option.name for option in cfg.unread()]
-        _note(in_settings(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
+        if name == "temperature" and "do_sample" in fields:
+            _note("temperature 0: greedy search")
+            return
+        unread = ""
+        if name in [option.name for option in cfg.unread()]:
+            unread = f", which {cfg.mode} does not read" + ("" if cfg.on("do_sample") else ": /set do_sample true")
+        _note(in_settings(f"{name}={value}") + unread)
 
 
 def _path(name: str, command: str) -> Path:

@@ -2,49 +2,92 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgen.errors import InputError
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_options import OPTIONS
+from jaxgen.engine.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, similar, source_of, unknown
+from jaxgen.errors import InputError, check_whole, shown
 from jaxgen.model.config import ModelConfig
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import text_lines
 
+# Fields of the output that would be confused with fields of the same name in the input.
+_RESERVED = ("tokens", "finish", "error", "logprobs", "sequence")
+_OF_PYTHON = {"key": "use seed", "allowed": "use regex or json_schema"}
+
 
 class Line(NamedTuple):
-    """One line of the input: the request (repeated in the output), its ids, and the maximum number of new tokens."""
+    """One line of the input.
+
+    Attributes:
+        asked: the fields that the output repeats: `index`, the prompt, `metadata`, options and unknown fields.
+        ids: the prompt's tokens.
+        budget: the maximum number of new tokens.
+        fields: the line's own options, and its `index`, in the format of `Engine.submit`.
+        number: the line's number in the file, counted from 1.
+    """
 
     asked: dict[str, Any]
     ids: list[int]
     budget: int
+    fields: Mapping[str, Any] = {}
+    number: int = 1
+
+    def sequences(self, cfg: GenerationConfig) -> int:
+        """Return the number of answers to the line."""
+        return self.fields.get("n", self.fields.get("num_return_sequences", cfg.num_return_sequences))
+
+    def logged(self, cfg: GenerationConfig) -> bool:
+        """Return True if the answers to the line include log-probabilities."""
+        return cfg.output_logprobs is not None and self.fields.get("output_logprobs", "") is not None
 
 
 def read_lines(
-    source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[list[int]], int]
+    source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[list[int], int | None], int]
 ) -> list[Line]:
-    """Read a file, or stdin if `source` is "-". `budget` maps a prompt's ids to its maximum number of new tokens.
+    """Read a file, or stdin if `source` is "-".
 
-    Each line is a prompt or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
-    lines are skipped. Raise an `InputError` if a line is invalid, or if there are no lines.
+    Each line is a prompt or, if the first line begins with a brace, a prompt in the format of `generate_many`, as JSON.
+    Empty lines are skipped. Raise an `InputError` if a line is invalid, or if there are no lines. `budget` maps a
+    prompt's ids and its own `max_new_tokens` (None if it has none) to its maximum number of new tokens.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
     if not lines:
         raise InputError(f"--input {source} has no prompt: write one per line")
     as_json = lines[0][1].lstrip().startswith("{")
-    read = []
+    read: list[Line] = []
+    numbers: dict[int, int] = {}  # from a line's index to its number
     for number, line in lines:
-        try:
-            asked = _entry(line) if as_json else {"prompt": line}
-            ids = prompt_ids(asked, system, tokenizer, raw)
-            read.append(Line(asked, ids, budget(ids)))
-        except (ValueError, TypeError) as error:
-            raise InputError(f"--input {source}, line {number}: {error}") from error
+        with line_errors(source, number):
+            given = _entry(line) if as_json else {"prompt": line}
+            index = check_whole("index", given.get("index", len(read)), 0, LARGEST_INDEX)
+            if index in numbers:
+                raise InputError(f"index {index} is also the index of line {numbers[index]}: give each its own")
+            numbers[index] = number
+            ids = _checked_ids(given["ids"]) if "ids" in given else prompt_ids(given, system, tokenizer, raw)
+            if "ids" in given and system is not None:
+                raise InputError("--system needs text or messages, but the prompt is given as ids")
+            most = check_whole("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
+            fields = {name: given[name] for name in given if name in (*FIELDS, *OPTIONS)}
+            fields = {name: value for name, value in fields.items() if name not in (*SOURCES, "metadata")}
+            read.append(Line(_asked(given, index), ids, budget(ids, most), fields | {"index": index}, number))
     return read
+
+
+@contextlib.contextmanager
+def line_errors(source: str, number: int) -> Iterator[None]:
+    """Add the file and the line to errors that the block raises."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InputError(f"--input {source}, line {number}: {error}") from error
 
 
 def stdin_bytes() -> bytes:
@@ -55,37 +98,45 @@ def stdin_bytes() -> bytes:
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error if an id is outside the model's vocabulary, a sign that the tokenizer is for another model."""
+    """Raise an error if an id is outside the model's vocabulary."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
-            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
+            f"the text has the id {largest}, but the model has {model.vocab_size} tokens: the tokenizer or the ids "
+            "belong to another model"
         )
 
 
 def _entry(line: str) -> dict[str, Any]:
-    entry = parse_json(line)
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+    """Return the fields of a line of JSON, in which the prompt is not named `text`."""
+    value = parse_json(line)
+    if not isinstance(value, dict | str | list):
         raise InputError(
-            'each line must be an object with "prompt" or "messages", because the first line begins with a brace'
+            "each line must be an object, a string or a list of ids in JSON, because the first line begins with a brace"
         )
-    if not isinstance(entry.get("prompt", ""), str):
-        raise InputError(f'"prompt" must be a string, got {json.dumps(entry["prompt"])[:80]}')
-    if "messages" in entry and not is_conversation(entry["messages"]):
-        raise InputError(
-            '"messages" must be a list of at least one {"role": "...", "content": "..."}, got '
-            f"{json.dumps(entry['messages'])[:80]}"
-        )
-    return entry
+    fields = as_fields(value)
+    for name in fields:
+        if name in _RESERVED:
+            raise InputError(f"{name} is a field of the answers: rename it, or put it in metadata")
+        if name in _OF_PYTHON:
+            raise InputError(f"{name} is an object in Python, which a file cannot contain: {_OF_PYTHON[name]}")
+    for name in unknown(fields):
+        if (near := similar(name)) is not None:
+            raise InputError(f"unknown option {shown(name)}: did you mean {near!r}? Put data of your own in metadata")
+    source = source_of(fields)
+    return {"prompt": fields.pop("text"), **fields} if source == "text" else fields
 
 
-def is_conversation(messages: Any) -> bool:
-    """Return True if `messages` is a non-empty list of dicts, each of which has a role."""
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
-    )
+def _asked(fields: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a line's fields in the order of the output: the index, the prompt, the metadata, all others."""
+    first = [name for name in (*SOURCES, "metadata") if name in fields]
+    return {"index": index} | {name: fields[name] for name in first} | dict(fields)
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f'"ids" must be a list of at least one token id, got {shown(ids)}')
+    return ids
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -24,6 +25,7 @@ from jaxgen.shadowing import ShadowedError, check_convert
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a message about a truncated file lists every missing tensor
 LINE_WIDTH = 1000  # values on the command line can be long
+_IN_A_LINE = re.compile(r"--input .+, line \d+: ")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,7 +179,8 @@ def _shortened(error: JaxgenError) -> str:
     problems = getattr(error, "problems", None)
     if problems is None:
         text = str(error)
-        in_a_file = "config.json" in text  # options in config.json are named as in `GenerationConfig`
+        # In a file, options have the names of `GenerationConfig`.
+        in_a_file = "config.json" in text or _IN_A_LINE.match(text)
         return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
     shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)

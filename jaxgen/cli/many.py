@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxgen.buckets import power_of_two, prompt_bucket
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.input_file import Line
+from jaxgen.cli.line_options import (
+    entries_for,
+    in_batches,
+    keys_of,
+    own_config,
+    prompt_options,
+    table_sizes,
+    width_for,
+)
 from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.config.kinds import Text
 from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.rng import prompt_keys
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.fields import GRAMMARS
 from jaxgen.engine.many import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError
@@ -65,9 +73,9 @@ def write_answers(
             answers = _in_batches(lines, indices, set(left), session, batch_size)
         else:
             engine = stack.enter_context(_engine(lines, session, slots))
-            answers = _in_slots(lines, left, session, engine, ordered=file is None)
+            answers = _in_slots(lines, left, session, engine)
         progress = _Progress(len(indices), len(indices) - len(left), session.stats, engine, slots)
-        for index, entries in answers:
+        for index, entries in answers if file is not None else in_order(answers):
             if file is not None:
                 file.write(index, entries)
             else:
@@ -124,25 +132,14 @@ def _clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
-def width_for(lines: Iterable[Line]) -> int:
-    """Return the engine's prompt width."""
-    return prompt_bucket(max(len(line.ids) for line in lines))
-
-
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
     """Return a compiled engine whose sizes depend on all lines of the input, even lines that already have answers."""
     cfg = session.cfg.reset(["slots"])
-    sizes: dict[str, Any] = {}
-    if (grammar := _grammar(session)) is not None:
-        states, classes = grammar.transitions.shape
-        sizes = {"grammar_states": power_of_two(states + 1, 1024), "grammar_classes": power_of_two(classes, 256)}
-    if cfg.stop_strings is not None:  # stop strings need at most one state per byte
-        size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
-        sizes["stop_states"] = power_of_two(size + 1, 1024)
-    key = session.key if cfg.on("do_sample") else None
-    sizes |= {"slots": slots, "prompt_width": width_for(lines)}
+    sizes: dict[str, Any] = table_sizes(lines, cfg, session.tokenizer, _grammar(session))
+    sizes |= {"slots": slots, "prompt_width": width_for(lines), "id_entries": entries_for(lines)}
     sizes["most_waiting"] = 4 * slots  # so that a prompt is waiting whenever a slot becomes free
-    engine = Engine(session.params, cfg, key, tokenizer=session.tokenizer, prompt_options=(), **sizes)
+    names = prompt_options(lines)
+    engine = Engine(session.params, cfg, session.key, tokenizer=session.tokenizer, prompt_options=names, **sizes)
     engine.warmup()
     return engine
 
@@ -152,7 +149,7 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 
 
 def _in_slots(
-    lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, *, ordered: bool
+    lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Once all of a line's answers are finished, yield the line's index and output.
 
@@ -161,15 +158,15 @@ def _in_slots(
     if not engine.leads:
         return
     grammar, most = _grammar(session), session.cfg.max_new_tokens
-    own = {} if grammar is None else {"allowed": grammar}
 
     def prompt(index: int) -> dict[str, Any]:
         line = lines[index]
         budget = {} if line.budget == most else {"max_new_tokens": line.budget}
-        return {"ids": line.ids, "index": index, **budget, **own}
+        fields = {"ids": line.ids, **budget, **line.fields}
+        return fields if grammar is None or line.fields.keys() & set(GRAMMARS) else fields | {"allowed": grammar}
 
     answered = by_prompt(ended(engine, map(prompt, indices), engine.most_waiting))
-    for place, completions in in_order(answered) if ordered else answered:
+    for place, completions in answered:
         index = indices[place]
         yield index, [_entry(lines[index], completion, session) for completion in completions]
 
@@ -181,19 +178,30 @@ def _in_batches(
 
     Batches are always formed from all `indices`, so that rounding is the same in a resumed run as in the first run.
     """
-    keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
-    copies = session.cfg.num_return_sequences
-    for first in range(0, len(indices), batch_size):
-        batch = indices[first : first + batch_size]
+    keys = None
+    for batch in in_batches(lines, indices, batch_size):
         if not any(index in left for index in batch):
             continue
         part = [lines[index] for index in batch]
-        out = _generate(part, session, None if keys is None else keys[np.asarray(batch)])
+        own = _of_batch(part[0], session)
+        if own.cfg.on("do_sample") and keys is None:
+            keys = keys_of(lines, session.key)
+        out = _generate(part, own, None if keys is None else keys[np.asarray(batch)])
         texts = session.tokenizer.decode_batch(out)
+        copies = own.cfg.num_return_sequences
         for place, index in enumerate(batch):
             if index in left:
                 rows = range(place * copies, (place + 1) * copies)
-                yield index, [_of_row(lines[index], out, row, texts[row], session) for row in rows]
+                yield index, [_of_row(lines[index], out, row, texts[row], own) for row in rows]
+
+
+def _of_batch(line: Line, session: Session) -> Session:
+    """Return the session with the options that all lines of a batch set."""
+    cfg, more = own_config(line, session.cfg, session.tokenizer)
+    kwargs = dict(session.generate_kwargs)
+    if "allowed" in more:
+        kwargs["prefix_allowed_tokens_fn"] = more["allowed"]
+    return dataclasses.replace(session, cfg=cfg, generate_kwargs=kwargs)
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
@@ -222,11 +230,11 @@ def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Sessi
 
 def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
     """Return a line of the output: the request with its answer."""
-    entry = line.asked | ({"sequence": done.sequence} if session.cfg.num_return_sequences > 1 else {})
+    entry = line.asked | ({"sequence": done.sequence} if line.sequences(session.cfg) > 1 else {})
     entry |= {"text": done.text or "", "tokens": len(done.tokens), "finish": done.stop_reason.name.lower()}
     if done.error is not None:
         entry["error"] = in_flags(failure_text(done.stop_reason, len(done.tokens)) or done.error)
-    if session.cfg.output_logprobs is not None:
+    if line.logged(session.cfg):
         logprobs = () if done.logprobs is None else np.asarray(done.logprobs.logprobs, np.float64).round(6).tolist()
         entry["logprobs"] = [
             {"id": token, "token": session.tokenizer.decode([token], skip_special_tokens=False), "logprob": value}

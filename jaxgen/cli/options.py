@@ -67,7 +67,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("prompt", metavar="PROMPT", nargs="?", type=text, help="put it in quotes; - (the default in a pipe) is stdin")
     add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
     add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")
-    many = "one prompt per line, or JSONL with prompt or messages; - is stdin"
+    many = "one prompt per line, or JSONL, in which lines may set options; - is stdin"
     add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
     to = "write the answers to --input to this file, as JSONL (default: stdout)"
     add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
@@ -261,10 +261,15 @@ def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
     A limit on the command line overrides the checkpoint's limit, even if the two limits have different names. For
-    example, --max-length clears max_new_tokens.
+    example, --max-length clears max_new_tokens. A temperature of 0 means greedy search.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}
+    if fields.get("temperature") == 0:
+        if fields.get("do_sample"):
+            raise InputError("--temperature 0 means greedy search, which excludes --do-sample: leave one of them out")
+        del fields["temperature"]
+        fields["do_sample"] = False
     for option in OFFERED:
         if option.instead_of and option.name in fields:
             fields.setdefault(option.instead_of, OPTIONS[option.instead_of].kind.neutral)

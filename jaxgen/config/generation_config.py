@@ -42,18 +42,20 @@ from jaxgen.model.config import ModelConfig
 # The smallest repetition penalty that transformers recommends for DoLa.
 DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
 _PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.per_prompt and not option.host}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inherited:
-    """Names of the options that the checkpoint sets.
+    """Names of the options that have the checkpoint's values, and the checkpoint's config (None without a checkpoint).
 
-    Comparisons ignore `names`, so different names do not cause recompilation.
+    Comparisons ignore the fields, so different values do not cause recompilation.
     """
 
     names: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    config: GenerationConfig | None = dataclasses.field(default=None, compare=False)
 
 
 @jax.tree_util.register_static
@@ -138,12 +140,19 @@ class GenerationConfig(GenerationOptions):
             ConfigError: a field is unknown (the message suggests a similar name), or a value is not allowed.
         """
         _refuse_unknown(fields)
-        config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
+        inherited = dataclasses.replace(self._inherited, names=self._inherited.names.difference(fields))
+        config = self._changed({"_inherited": inherited})
         config._set(fields)
         _refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
             _refuse_endless(config)
         return config
+
+    def greedy(self) -> GenerationConfig:
+        """Return a copy for greedy search with one sequence per prompt; options of other modes have their defaults."""
+        config = self.replace(do_sample=False, num_beams=1, num_return_sequences=1, penalty_alpha=None)
+        unread = [option for option in config.unread() if option.is_given(getattr(config, option.name))]
+        return config.replace(**{option.name: option.default for option in unread})
 
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Return the config that all prompts share, and a dict of the values of enabled per-prompt options.
@@ -195,7 +204,18 @@ class GenerationConfig(GenerationOptions):
         result = cls()
         vars(result)["_inherited"] = _Inherited(frozenset(fields))
         result._set({**fields, "model": model})
-        return result
+        return result._changed({"_inherited": _Inherited(frozenset(fields), result)})
+
+    def of_checkpoint(self) -> GenerationConfig:
+        """Return the config to save with the model: the options that `from_hf` read, not those that `replace` changed.
+
+        The ids of special tokens are the current ones, because they describe the model. A config that does not come
+        from `from_hf` is returned as it is.
+        """
+        if (config := self._inherited.config) is None:
+            return self
+        changed = {name: getattr(self, name) for name in _SPECIAL if name not in self._inherited.names}
+        return config.replace(**changed, model=self.model)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the transformers options that differ from their defaults, as a dict for a generation_config.json.

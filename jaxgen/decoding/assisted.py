@@ -17,8 +17,8 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxgen.control import while_loop
 from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.drafting import Draft, drafter_of
@@ -107,5 +107,5 @@ def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[R
         return column + 1, agrees & rows.live, rows, accepted + agrees.astype(jnp.int32)
 
     begin = (jnp.zeros((), jnp.int32), rows.live, rows, jnp.zeros(rows.count, jnp.int32))
-    _, _, rows, accepted = lax.while_loop(lambda carry: jnp.any(carry[1]), append, begin)
+    _, _, rows, accepted = while_loop(lambda carry: jnp.any(carry[1]), append, begin)
     return rows, accepted

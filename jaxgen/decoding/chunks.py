@@ -11,8 +11,8 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxgen.control import while_loop
 from jaxgen.decoding.journal import Journal
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY, Queue
@@ -85,7 +85,7 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     def goes_on(state: ContinuousState) -> jax.Array:
         return ~state.finished & (state.steps < state.last) & state.results.has_space()
 
-    state = lax.while_loop(goes_on, lambda state: mode.step(run, state), state)
+    state = while_loop(goes_on, lambda state: mode.step(run, state), state)
     journal = state.results
     head = jnp.stack([journal.count, state.queue.waiting, state.steps])
     head = jnp.pad(head, (0, journal.entries.shape[1] - head.shape[0]))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import fori_loop, while_loop
 from jaxgen.shapes import where
 
 
@@ -88,7 +89,7 @@ class ConstraintAutomaton:
             busy = jnp.any((state.current >= 0) & (column + 1 < length))
             return jnp.where(busy, column + 1, following[column + 1]), state
 
-        return lax.while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
+        return while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
 
     def push(self, state: ConstraintState, tokens: jax.Array, live: jax.Array) -> ConstraintState:
         """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the other rows unchanged."""
@@ -165,7 +166,7 @@ class ConstraintAutomaton:
             )
 
         begin = state.alternative, state.matched, jnp.full(rows, -1, jnp.int32), jnp.zeros((rows, most), bool)
-        alternative, matched, newest, added = lax.fori_loop(0, width, add, begin)
+        alternative, matched, newest, added = fori_loop(0, width, add, begin)
         met = (number == newest[:, None]) & (matched == self.lengths[state.current, alternative])[:, None]
         progress = jnp.where(added & ~met, self._progress(state.current, matched)[:, None], 0)
         shared = self._banks(state.met[:, None] + met.astype(jnp.int32), progress)

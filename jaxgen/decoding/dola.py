@@ -12,9 +12,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import cond
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe
 from jaxgen.decoding.needs import Needs
@@ -45,7 +45,7 @@ class Dola(Sample):
         processed = process(run, rows, scores)
         # If processors or a grammar ban all tokens that DoLa keeps, use the logits; transformers would choose token 0.
         banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
-        processed = lax.cond(
+        processed = cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
         )
         return append(run, rows, live, logits, processed)

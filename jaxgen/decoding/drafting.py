@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxgen.control import fori_loop, while_loop
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import run_model, run_prompts
 from jaxgen.decoding.recording import Recording
@@ -133,7 +133,7 @@ class DraftModel:
 
         unrecorded = dataclasses.replace(rows, recording=Recording(), logprobs=None, hook=())
         begin = (limit > 0, unrecorded, state.cache)
-        _, drafted, cache = lax.while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
+        _, drafted, cache = while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
         draft = Draft(drafted.history.following(length, width), drafted.history.length - length)
         return draft, dataclasses.replace(state, cache=cache)
 
@@ -168,7 +168,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
         found = jnp.where(jnp.any(same, axis=-1), jnp.argmax(same, axis=-1).astype(jnp.int32), found)
         return found, same, before
 
-    return lax.fori_loop(1, min(most + 1, ids.shape[1]), compare, (length, column < length[:, None], ids))[0]
+    return fori_loop(1, min(most + 1, ids.shape[1]), compare, (length, column < length[:, None], ids))[0]
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:

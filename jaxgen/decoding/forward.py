@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxgen.control import fori_loop
 from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
@@ -263,4 +264,4 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     if run.needs.final_states:
         hidden = jnp.zeros((*inputs.mask.shape, model.hidden_size), model.dtype)
     begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
-    return lax.fori_loop(0, jnp.max(last) // chunk + 1, one, begin)
+    return fori_loop(0, jnp.max(last) // chunk + 1, one, begin)

@@ -12,9 +12,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import while_loop
 from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
@@ -208,7 +208,7 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
         return step + 1, mode.step(run, state)
 
     with jax.named_scope("decode"):
-        return lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
+        return while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
 def prefill(run: Run, request: Request) -> Prefilled:

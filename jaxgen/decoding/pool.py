@@ -7,9 +7,9 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import while_loop
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, ModelInputs, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
@@ -147,7 +147,7 @@ class Pool:
             place = jnp.argmax(unread)[None].astype(jnp.int32)
             return pool._read_places(run, place), unread.at[place].set(False)
 
-        return lax.while_loop(lambda carry: jnp.any(carry[1]), read_next, (self, self.unread(run)))[0]
+        return while_loop(lambda carry: jnp.any(carry[1]), read_next, (self, self.unread(run)))[0]
 
     def _read_places(self, run: Run, places: jax.Array) -> Pool:
         """Read the next chunk of the prompts at the indices `places int32[n]`."""

@@ -9,9 +9,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import scan
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.request import Array
@@ -75,5 +75,5 @@ class Replay:
             return history.push(token, live, allowed, eos), reduced
 
         columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))
-        history, reduced = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)
+        history, reduced = scan(jax.checkpoint(step, prevent_cse=False), history, columns)
         return history, jax.tree.map(lambda x: x.swapaxes(0, 1), reduced)

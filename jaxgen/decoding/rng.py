@@ -5,13 +5,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def seed_key(seed: int) -> jax.Array:
+    """Return the same key as `jax.random.key(seed)`, which would compile two programs. `seed` must be below 2**32."""
+    words: Any = np.array([0, seed], np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
     """Return one key per prompt: `key` itself if its shape is `[prompts]`, otherwise `fold_in(key, b)` for prompt b."""
-    return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
+    return key if key.ndim else folded(key, jnp.arange(prompts))
+
+
+def folded(key: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return `fold_in(key, index)` for each index."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
 
 
 def sequence_keys(keys: jax.Array, copies: int) -> jax.Array:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.control import cond
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
@@ -233,7 +233,7 @@ class Rows(RowState):
             return read()
         ends = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), jax.eval_shape(read)[2])
         in_use = jnp.any(added & ((grammar != 0) | (stop_strings != 0)))
-        return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
+        return cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
         """Set the stop reason of the rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""
@@ -254,7 +254,7 @@ class Rows(RowState):
         else:
             added &= self.logged
             none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
-            result = lax.cond(jnp.any(added), compute, lambda: none)
+            result = cond(jnp.any(added), compute, lambda: none)
         logprobs = jax.tree.map(lambda x, new: put_step(x, self.history.step - 1, added, new), self.logprobs, result)
         return dataclasses.replace(self, logprobs=logprobs)
 

@@ -7,10 +7,10 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from jaxgen.buckets import cache_slots
+from jaxgen.control import cond
 from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -137,7 +137,7 @@ def choose(rows: Rows, scores: jax.Array) -> Selection:
             token = draw(keys, step, scores)
         else:
             some = jnp.any(samples & rows.live)
-            drawn = lax.cond(some, lambda x: draw(keys, step, x), greedy, scores)
+            drawn = cond(some, lambda x: draw(keys, step, x), greedy, scores)
             token = jnp.where(samples, drawn, greedy(scores))
         failed = failure(jnp.max(scores, axis=-1))
     return Selection(token, scores, failed)
@@ -150,7 +150,7 @@ def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
         usual = dataclasses.replace(run, cfg=run.usual, usual=None, extensions=rest)
         full = dataclasses.replace(run, usual=None)
         some = jnp.any(rows.unusual & rows.live)
-        return lax.cond(some, lambda x: process(full, rows, x), lambda x: process(usual, rows, x), scores)
+        return cond(some, lambda x: process(full, rows, x), lambda x: process(usual, rows, x), scores)
     if not run.changes_scores:
         return scores
     extensions = run.extensions

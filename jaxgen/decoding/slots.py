@@ -13,10 +13,10 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import INT32_MAX
+from jaxgen.control import while_loop
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
@@ -190,8 +190,8 @@ class Continuous(Mode):
         def read(carry: tuple[jax.Array, Pool]) -> tuple[jax.Array, Pool]:
             return jnp.zeros((), bool), carry[1].read_chunk(run)
 
-        pool, queue = lax.while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
-        pool = lax.while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread(run)), pool))[1]
+        pool, queue = while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
+        pool = while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread(run)), pool))[1]
         return dataclasses.replace(state, pool=pool, queue=queue)
 
     def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
@@ -216,7 +216,7 @@ class Continuous(Mode):
             )
 
         with jax.named_scope("enter"):
-            return lax.while_loop(can_enter, enter, state)
+            return while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Take one or more steps, until a slot can be filled. Rows therefore advance between any two prefill chunks."""
@@ -235,7 +235,7 @@ class Continuous(Mode):
 
         with jax.named_scope("decode"):
             carry = jnp.zeros((), jnp.int32), state.rows, state.results
-            steps, rows, results = lax.while_loop(goes_on, step, carry)
+            steps, rows, results = while_loop(goes_on, step, carry)
         finished = rows.finished & ~someone_waits
         return dataclasses.replace(state, rows=rows, results=results, steps=state.steps + steps, finished=finished)
 

@@ -15,7 +15,8 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.device import Device, Loop, committed
-from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
+from jaxgen.engine.fields import LARGEST_INDEX, as_fields
+from jaxgen.engine.forms import ENTRIES, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, QueueFull
@@ -27,7 +28,7 @@ from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
-from jaxgen.request.checks import check_call, check_key
+from jaxgen.request.checks import check_call, check_key, typed_key
 from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # maximum number of steps in a chunk
@@ -105,6 +106,7 @@ class Engine:
             check_whole(name, size)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
         self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
+        key = typed_key(key)
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
@@ -158,23 +160,25 @@ class Engine:
         """Submit a prompt, and return its handle without waiting for the answer.
 
         Args:
-            prompt: a list of ids, or a dict with `ids` or `text`, plus named options.
+            prompt: a string, a list of ids, or a dict of fields. The dict contains the prompt as `text` (or `prompt`),
+                `messages` or `ids`. It may also contain options of `GenerationConfig` that allow one value per prompt
+                and these fields: `max_new_tokens`, `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for
+                `num_return_sequences`), `json_schema`, `regex` or `allowed` (a `TokenAutomaton`), `seed` or `key` (for
+                only this prompt), `index`, and `metadata`, which the completions repeat. The index identifies the
+                results and is folded into the engine's key. The default index is one more than the largest index so
+                far. docs/engine.md describes the fields.
             on_event: called with each `Event` in the engine's thread, or in the thread that cancels the prompt. The
                 function should return quickly. If it raises an exception, the engine cancels the prompt, and the
                 handle raises the exception.
             timeout: the number of seconds to wait for space in the queue; None for no limit.
-            **options: more options for the prompt; none may also be in `prompt`. A prompt can set options of
-                `GenerationConfig` that allow one value per prompt. In addition, a prompt can set `max_new_tokens`,
-                `stop_strings`, `output_logprobs`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a
-                `TokenAutomaton`), `key` (for only this prompt) and `index`. The index identifies the results and is
-                folded into the engine's key. The default index is one more than the largest index so far.
+            **options: more fields of the prompt; none may also be in `prompt`.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
             QueueFull: too many prompts are waiting.
             EngineClosed: the engine is closed.
         """
-        given = prompt if isinstance(prompt, dict) else {"ids": prompt}
+        given = as_fields(prompt)
         if both := given.keys() & options.keys():
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         return self.follow({**given, **options}, None if on_event is None else self._reading(on_event), timeout)

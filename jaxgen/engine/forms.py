@@ -17,18 +17,16 @@ from jaxgen.config.option import GREEDY, SAMPLE
 from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Request
+from jaxgen.engine.fields import LARGEST_INDEX, OF_HOST, translated, with_own
 from jaxgen.errors import ConfigError, InputError, check_whole, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
+from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room, typed_key
 from jaxgen.text.tokenizer import Tokenizer
 
 ENTRIES, WIDTH = 32, 8  # the default number of entries in a table of ids, and the default number of ids per entry
-# Fields that a prompt may have in addition to options of the config.
-_FIELDS = ("ids", "text", "index", "n", "key", "allowed")
+_NOT_OPTIONS = ("ids", "index", "key", "allowed", "metadata")  # see `translated`
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-_OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
-LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +45,7 @@ class Prompt:
         logged: True if the prompt's results include log-probabilities.
         top_logprobs: the number of most likely tokens in the results for each position, with log-probabilities.
         unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
+        metadata: the caller's own data, which the prompt's completions repeat.
     """
 
     index: int
@@ -60,6 +59,7 @@ class Prompt:
     logged: bool = False
     top_logprobs: int = 0
     unusual: bool = False
+    metadata: Any = None
 
 
 class Form:
@@ -96,7 +96,7 @@ class Form:
         self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
         self._key_impl, self._adapters = key_impl, adapters
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        names = _per_prompt() if options is None else _needed(cfg, options)
+        names = per_prompt_options() if options is None else _needed(cfg, options)
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
@@ -129,17 +129,16 @@ class Form:
         """Check a prompt, and return it in the form that the device needs.
 
         Args:
-            given: a list of ids, or a dict with `ids` or `text`, plus named options. The dict may also contain `index`,
-                `key`, `n` (for `num_return_sequences`) and `allowed`, a `TokenAutomaton`.
+            given: a prompt in the format of `Engine.submit`.
             index: the index to use if the prompt does not contain `index`.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or one of its options is invalid or not supported.
         """
-        fields = dict(given) if isinstance(given, Mapping) else {"ids": given}
-        named = {name: fields.pop(name) for name in _FIELDS if name in fields}
-        cfg = self._own(fields, named)
-        ids = self._ids(named)
+        fields = translated(given, self.tokenizer, self.cfg.model.vocab_size, self._key_impl)
+        named = {name: fields.pop(name) for name in _NOT_OPTIONS if name in fields}
+        cfg = self._own(fields)
+        ids = self._ids(named["ids"])
         if not cfg.on("max_new_tokens"):
             raise ConfigError("max_new_tokens must be a number: leave it out to use the engine's value")
         budget = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
@@ -176,37 +175,21 @@ class Form:
             logged=cfg.output_logprobs is not None,
             top_logprobs=cfg.top_logprobs,
             unusual=grammar is not None or not self.usual.enabled.issuperset(asked),
+            metadata=named.get("metadata"),
         )
 
-    def _own(self, fields: dict[str, Any], named: Mapping[str, Any]) -> GenerationConfig:
+    def _own(self, fields: Mapping[str, Any]) -> GenerationConfig:
         """Return the config with the prompt's options applied."""
-        if "n" in named:
-            if "num_return_sequences" in fields:
-                raise InputError("n and num_return_sequences mean the same: pass one of them")
-            fields["num_return_sequences"] = named["n"]
-        if fields.get("output_logprobs", self) is None:
-            fields.setdefault("top_logprobs", 0)
         if not fields:
             return self.cfg
-        cfg = self.cfg.replace(**fields)
+        possible = {*per_prompt_options(), *OF_HOST}
+        allowed = self.own.union(OF_HOST) - (set() if "min_new_tokens" in self.own else {"min_length"})
+        left_out = "; or name it in prompt_options" if possible.intersection(fields).difference(allowed) else ""
         if "adapter" in fields:
-            check_adapter(cfg.adapter, self._adapters)
-        for name in fields:
-            if name not in self.off and name not in _OF_HOST:
-                left_out = "; or name it in prompt_options" if name in _per_prompt() else ""
-                raise ConfigError(
-                    f"{name} is part of the program: set it in the engine's config, for all prompts{left_out}"
-                )
-        check_options(cfg, 1)
-        for name in fields:
-            if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
-                raise ConfigError(f"{name} must be a single value for this prompt, got {shown(fields[name])}")
-        return cfg
+            check_adapter(self.cfg.replace(adapter=fields["adapter"]).adapter, self._adapters)
+        return with_own(self.cfg, fields, allowed, left_out)
 
-    def _ids(self, named: Mapping[str, Any]) -> np.ndarray:
-        if ("ids" in named) == ("text" in named):
-            raise InputError("a prompt must be a list of ids, or a dict with either ids or text")
-        given = named["ids"] if "ids" in named else self._encoded(named["text"])
+    def _ids(self, given: Any) -> np.ndarray:
         try:
             ids = np.asarray(given)
         except ValueError as error:
@@ -225,16 +208,10 @@ class Form:
             )
         return ids.astype(np.int32)
 
-    def _encoded(self, text: Any) -> list[int]:
-        if self.tokenizer is None:
-            raise InputError("a prompt given as text needs a tokenizer: pass tokenizer=, or ids")
-        if not isinstance(text, str):
-            raise TypeError(f"text must be a string, got {shown(text)}")
-        return self.tokenizer.encode(text)
-
     def _key_data(self, key: Any, cfg: GenerationConfig) -> np.ndarray | None:
         if key is None:
             return None
+        key = typed_key(key)
         if is_array(key) and key.ndim:
             raise InputError(f"key must be one key, got shape {list(key.shape)}")
         check_key(key, cfg.replace(do_sample=True), 1)
@@ -308,7 +285,7 @@ def _check(cfg: GenerationConfig) -> None:
     check_options(cfg, 1)
 
 
-def _per_prompt() -> list[str]:
+def per_prompt_options() -> list[str]:
     """Return all options that can have one value per prompt in an engine."""
     return [
         name
@@ -323,7 +300,7 @@ def _per_prompt() -> list[str]:
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
     """Return the options that need one value per prompt: `do_sample`, those in `options`, and those `cfg` turns on."""
-    possible = _per_prompt()
+    possible = per_prompt_options()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
     needed = {"do_sample", *options, *(["min_new_tokens"] if cfg.on("min_length") else [])}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,10 +13,13 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.fields import as_fields, refuse_unknown
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
-from jaxgen.errors import JaxgenError, shown
+from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.progress import progress_bar
 from jaxgen.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 def generate_many(
@@ -38,7 +41,8 @@ def generate_many(
     ...     print(done.index, done.text)
 
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
-    completion contains the error, and the other prompts are still answered.
+    completion contains the error, and the other prompts are still answered. A field that prompts do not have, such as
+    a misspelled option, raises an error.
 
     If the parameters are split across several processes, every process must call `generate_many` and iterate over its
     result. Process 0 reads the prompts and gets the completions. In the other processes, the iterator yields nothing,
@@ -46,8 +50,8 @@ def generate_many(
 
     Args:
         params: the parameters.
-        prompts: the prompts. Each prompt is a list of ids, or a dict with `ids` or `text` and named options, as for
-            `Engine.submit`. Text needs a tokenizer. By default, `index` is the prompt's position in the iterable.
+        prompts: the prompts. Each prompt is a string, a list of ids, or a dict of fields, as for `Engine.submit`. By
+            default, `index` is the prompt's position in the iterable.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
@@ -59,7 +63,8 @@ def generate_many(
             `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `Engine`; or `progress` is True and tqdm is not installed.
+        InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field, or `progress` is True and
+            tqdm is not installed.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
@@ -111,7 +116,11 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
         return place, handle.completion(number), not left
 
     for place, prompt in enumerate(prompts):
-        given = {"index": place, **(prompt if isinstance(prompt, Mapping) else {"ids": prompt})}
+        given = {"index": place, **as_fields(prompt)}
+        try:
+            refuse_unknown(given)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {place}: {error}") from error
         try:
             handle = engine.follow(given, functools.partial(follow, place), timeout=None)
         except EngineClosed:
@@ -131,7 +140,8 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
     ids = given.get("ids")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
-    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error))
+    metadata = given.get("metadata")
+    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
@@ -143,9 +153,9 @@ def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[t
             yield place, sorted(begun.pop(place), key=lambda completion: completion.sequence)
 
 
-def in_order(groups: Iterable[tuple[int, list[Completion]]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield the items of `by_prompt` in the order of the prompts."""
-    early: dict[int, list[Completion]] = {}
+def in_order(groups: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+    """Yield pairs in the order of their first items, which are 0, 1, 2, ..."""
+    early: dict[int, T] = {}
     following = 0
     for place, group in groups:
         early[place] = group

@@ -54,6 +54,7 @@ class Completion:
         versions: the versions of the weights that the tokens depend on, in ascending order. The first entry is
             the version in use when the prompt was sent to the device; see `Engine.update_params`.
         cached_tokens: the number of tokens at the start of the prompt that were copied from the prefix store.
+        metadata: the prompt's `metadata`, or None.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Completion:
     error: str | None = None
     versions: tuple[int, ...] = ()
     cached_tokens: int = 0
+    metadata: Any = None
 
 
 class QueueFull(JaxgenError):
@@ -172,6 +174,7 @@ class Handle:
             error=FAILURES.get(sequence.reason),
             versions=tuple(sequence.versions),
             cached_tokens=self.cached_tokens,
+            metadata=prompt.metadata,
         )
 
     def __iter__(self) -> Iterator[Event]:

@@ -24,6 +24,7 @@ from jax import lax
 
 from jaxgen.buckets import power_of_two
 from jaxgen.config.kinds import Text
+from jaxgen.control import fori_loop
 from jaxgen.errors import InputError
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
@@ -114,7 +115,7 @@ class StopStrings:
             column = last.shape[1] - self.longest + back
             return self._follow(state, lax.dynamic_index_in_dim(last, column, axis=1, keepdims=False))
 
-        return lax.fori_loop(0, self.longest, step, start)
+        return fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the states after one more token (int32[rows]), and whether a stop string was found (bool[rows])."""
@@ -126,7 +127,7 @@ class StopStrings:
             state = self._follow(state, byte)
             return state, ends | ((i < size) & self.found[state])
 
-        return lax.fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
+        return fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
 
     def _span(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return where each id's bytes begin in `text`, and how many bytes each id has."""

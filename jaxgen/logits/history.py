@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any, NoReturn
 
 import flax.struct
 import jax
@@ -89,6 +90,13 @@ class History:
     def total_length(self) -> jax.Array:
         """The number of tokens in each row, including tokens with unknown ids, int32[rows]."""
         return self.length + self.unknown
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        """Raise an error for the `input_ids[...]` of transformers' processors that names the replacements."""
+        raise TypeError(
+            "a History cannot be indexed like transformers' input_ids: history.last(n) returns the last n tokens of "
+            "each row, and history.ids has all of them, from column 0 to history.length"
+        )
 
     def push(self, tokens: jax.Array, live: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
         """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the others unchanged.

@@ -9,12 +9,14 @@ determines one bit of the threshold, starting with the highest bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxgen.control import fori_loop
 from jaxgen.model import sharding
 
 CANDIDATES = 128  # the maximum number of top scores that a GPU can find without sorting
@@ -43,23 +45,27 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32)
 
 
-def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
+def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32, reads: Any = ()) -> jax.Array:
     """Return, for each row, the largest `bits`-bit number that satisfies a condition, as uint32[rows].
 
     `condition` maps uint32[rows] to bool[rows]. A condition that is true for a number must be true for all smaller
-    numbers. If the condition is false for all numbers, the result is 0.
+    numbers. If the condition is false for all numbers, the result is 0. `reads` is as in `fori_loop`.
     """
 
     def set_bit(step: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (jnp.uint32(1) << jnp.uint32(bits - 1 - step))
         return jnp.where(condition(candidate), candidate, found)
 
-    return lax.fori_loop(0, bits, set_bit, jnp.zeros(rows, jnp.uint32))
+    return fori_loop(0, bits, set_bit, jnp.zeros(rows, jnp.uint32), reads)
 
 
 def kth_largest(bits: jax.Array, k: jax.Array) -> jax.Array:
     """Return the k-th largest entry of each row of `bits uint32[rows, V]`, for `k int32[rows]` from 1 to V."""
-    return bisect(lambda value: jnp.sum(bits >= value[:, None], axis=-1, dtype=jnp.int32) >= k, bits.shape[0])
+
+    def enough(value: jax.Array) -> jax.Array:
+        return jnp.sum(bits >= value[:, None], axis=-1, dtype=jnp.int32) >= k
+
+    return bisect(enough, bits.shape[0], reads=(bits, k))
 
 
 def last_of(chosen: jax.Array, count: jax.Array) -> jax.Array:
@@ -70,4 +76,4 @@ def last_of(chosen: jax.Array, count: jax.Array) -> jax.Array:
     def enough(first: jax.Array) -> jax.Array:
         return jnp.sum(chosen & (index >= first[:, None]), axis=-1, dtype=jnp.int32) >= count
 
-    return chosen & (index >= bisect(enough, rows, bits=size.bit_length())[:, None])
+    return chosen & (index >= bisect(enough, rows, bits=size.bit_length(), reads=(chosen, count))[:, None])

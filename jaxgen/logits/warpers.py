@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxgen.control import cond
 from jaxgen.logits.order_statistics import (
     bisect,
     candidates,
@@ -75,7 +76,7 @@ def _or_bisected(kept: jax.Array, known: jax.Array, bisected: Callable[[], jax.A
     `known` is True for a row if the candidates determine the row's result. Each warper has only one conditional per
     step, because a GPU waits for the host at each conditional.
     """
-    return lax.cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
+    return cond(jnp.all(known), lambda: kept, lambda: jnp.where(known, kept, bisected()))
 
 
 def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -152,7 +153,7 @@ def _boundary(
     def mass(chosen: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1, keepdims=True)
 
-    threshold = bisect(lambda value: (mass(bits < value[:, None]) <= rest)[:, 0], scores.shape[0])
+    threshold = bisect(lambda value: (mass(bits < value[:, None]) <= rest)[:, 0], scores.shape[0], reads=scores)
     threshold = jnp.minimum(threshold, kth_largest(bits, at_least[:, 0]))[:, None]
     above, equal = bits > threshold, bits == threshold
     ties, greater = (jnp.sum(x, axis=-1, dtype=jnp.int32, keepdims=True) for x in (equal, above))
@@ -184,7 +185,7 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
 
-    kept = (bits <= bisect(falls_short, scores.shape[0], bits=31)[:, None]) | (mass >= 1)[:, None]
+    kept = (bits <= bisect(falls_short, scores.shape[0], bits=31, reads=scores)[:, None]) | (mass >= 1)[:, None]
     return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
 
 

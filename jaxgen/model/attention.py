@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.control import fori_loop
 from jaxgen.model import workarounds
 from jaxgen.model.cache_storage import ScaledSlots, Slots, as_numbers
 from jaxgen.model.linear import precision
@@ -259,7 +260,7 @@ def _over_keys(
             state = absorb(0, state)
         else:
             begin, end = visible.span(index)
-            state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
+            state = fori_loop(begin // block, (end + block - 1) // block, absorb, state, reads=q)
     _, total, out = state
     # If no key is visible to any query, there may be no block to process. The total is then 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

@@ -81,17 +81,20 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
     return Mesh(devices, _AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
-    """Return the parameters sharded over the devices of a mesh.
+def shard_params(params: Any, cfg: Any, mesh: Mesh) -> Any:
+    """Return the parameters sharded over the devices of a mesh. `cfg` is a `GenerationConfig` or a `ModelConfig`.
 
     >>> mesh = jax.make_mesh((1, 8), ("data", "model"))
-    >>> params = shard_params(params, cfg.model, mesh)
+    >>> params = shard_params(params, cfg, mesh)
 
     Raises:
         InputError: the mesh has axes other than `data` and `model`, the size of its `model` axis does not divide the
             model's dimensions, or some projections are fused.
-        TypeError: `mesh` is not a `jax.sharding.Mesh`.
+        TypeError: `mesh` is not a `jax.sharding.Mesh`, or `cfg` is not a config with a model.
     """
+    model = getattr(cfg, "model", cfg)
+    if not isinstance(model, ModelConfig):
+        raise TypeError(f"cfg must be a GenerationConfig with a model, or a ModelConfig, got {type(model).__name__}")
     mesh = divide(model, mesh)
 
     def put(path, leaf):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxgen.control import cond
 from jaxgen.programs import cpu_flags
 from jaxgen.shapes import at_most
 
@@ -68,7 +69,7 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     def not_numbers(*arguments):
         return jax.tree.map(_not_numbers, jax.eval_shape(function, *arguments))
 
-    return lax.cond(jnp.any(first == first), function, not_numbers, first, *rest)
+    return cond(jnp.any(first == first), function, not_numbers, first, *rest)
 
 
 def rounded(x: jax.Array) -> jax.Array:
@@ -262,7 +263,7 @@ def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _look_up_in_branch(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    return lax.cond(jnp.any(ids < table.shape[0]), plain, _look_up_nothing, ids, table)
+    return cond(jnp.any(ids < table.shape[0]), plain, _look_up_nothing, ids, table)
 
 
 def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
@@ -282,10 +283,12 @@ def stored_dtype(dtype: str) -> np.dtype:
 def top_k(x: jax.Array, count: int, stable: bool = True) -> tuple[jax.Array, jax.Array]:
     """Return `lax.top_k(x, count)`; if `stable` is False, equal entries may be in any order.
 
-    Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything. Since jax
-    0.11, a GPU finds the largest entries (up to 128) without sorting if equal entries may be in any order.
+    Without barriers, XLA mistakes a slice of the result for part of a sort, and then sorts everything. In a program for
+    several CPU devices, the compiler of jax 0.10 fails if one barrier follows both results. Since jax 0.11, a GPU finds
+    the largest entries (up to 128) without sorting if equal entries may be in any order.
     """
-    return lax.optimization_barrier(lax.top_k(x, count, **({} if stable else _UNSTABLE)))
+    best, place = lax.top_k(x, count, **({} if stable else _UNSTABLE))
+    return lax.optimization_barrier(best), lax.optimization_barrier(place)
 
 
 def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import GREEDY, SAMPLE
-from jaxgen.config.values import is_tracer
+from jaxgen.config.values import is_array, is_tracer
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
@@ -23,6 +23,8 @@ from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
+
+_KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # the number of words in a key of each implementation
 
 
 def check_call(params, cfg: GenerationConfig) -> None:
@@ -149,14 +151,27 @@ def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndar
         )
 
 
+def typed_key(key: Any) -> Any:
+    """Convert an old-style key, uint32[2] from `jax.random.PRNGKey`, or uint32[B, 2], to the keys of `jax.random.key`.
+
+    Any other value is returned unchanged.
+    """
+    impl = str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
+    if is_array(key) and key.dtype == np.uint32 and key.ndim in (1, 2) and key.shape[-1] == _KEY_WORDS.get(impl):
+        return jax.random.wrap_key_data(key, impl=impl)
+    return key
+
+
 def check_key(key, cfg: GenerationConfig, prompts: int):
     """Check and return the key for sampling; return None for greedy search."""
     if not cfg.on("do_sample"):
         return None
     if key is None:
         raise InputError("key is None, but sampling needs a key: pass jax.random.key(seed), or one key per prompt")
+    key = typed_key(key)
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"key must be a jax.random.key (not PRNGKey), got {getattr(key, 'dtype', type(key).__name__)}")
+        got = f"{key.dtype}{list(key.shape)}" if is_array(key) else type(key).__name__
+        raise TypeError(f"key must be a jax.random.key, or a jax.random.PRNGKey (uint32[2]), got {got}")
     if key.ndim and key.shape != (prompts,):
         raise InputError(f"key must be one key or one per prompt, [{prompts}], got shape {list(key.shape)}")
     return key

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.control import scan
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.replay import Replay
 from jaxgen.model.cache import KVCache
@@ -107,7 +108,7 @@ def _of_states(
 
     parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids, predicted))
     with jax.named_scope("score"):
-        _, scores = lax.scan(jax.checkpoint(score_chunk, prevent_cse=False), history, parts)
+        _, scores = scan(jax.checkpoint(score_chunk, prevent_cse=False), history, parts)
     return jax.tree.map(lambda x: _joined(x, ids.shape[1]), scores)
 
 

@@ -209,7 +209,7 @@ class Reader:
         if own.get("top_k") == -1:  # vLLM's value for "off"
             own["top_k"] = 0
         own["do_sample"] = request.temperature != 0
-        if request.temperature:
+        if request.temperature is not None:
             own["temperature"] = request.temperature
         if request.min_tokens:
             if request.min_tokens > most:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from jaxgen.text import chat_template
 from jaxgen.text.ids import id_list, prefixes_of, rows_of, without_prefix
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
-from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, add_tokens, check_types, read_config
+from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_FILES, add_tokens, check_types, read_config
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 from jaxgen.text.utf8_text import encoded
 
@@ -66,7 +67,7 @@ class Tokenizer:
             config.setdefault("pad_token", backend.padding["pad_token"])
         if backend.truncation:
             config.setdefault("truncation_side", backend.truncation["direction"])
-        config = {**CLASS_DEFAULTS.get(tokenizer_class, {}), **config}
+        self._config = config = {**CLASS_DEFAULTS.get(tokenizer_class, {}), **config}
         backend.no_padding()
         backend.no_truncation()
 
@@ -135,6 +136,26 @@ class Tokenizer:
         probe(str(file), backend)
         tokenizer.source = str(file)
         return tokenizer
+
+    def save_pretrained(self, path: str | PathLike[str]) -> None:
+        """Write the tokenizer to a directory, from which `from_pretrained` and transformers can read it.
+
+        The directory is created if it does not exist. It gets two files: tokenizer.json, and tokenizer_config.json with
+        the chat templates.
+
+        Raises:
+            InputError: the directory already has a file of a tokenizer.
+        """
+        directory = Path(path)
+        if found := [name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]:
+            raise InputError(f"{directory} already has {found[0]}: choose another directory, or remove the file")
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {**self._config, "tokenizer_class": self._config.get("tokenizer_class") or "PreTrainedTokenizerFast"}
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        with library_errors(self.source):
+            content = self.backend.to_str(pretty=True)
+        (directory / "tokenizer.json").write_text(content, encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
     def __call__(self, *_: Any, **__: Any) -> None:
         """Raise an error that names the methods to use instead."""

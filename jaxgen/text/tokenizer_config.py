@@ -15,6 +15,11 @@ from jaxgen.text.json_file import read_file, read_json
 from jaxgen.text.tokenizer_file import library_errors
 from jaxgen.text.utf8_text import decoded
 
+# All files that a tokenizer may have in a checkpoint's directory
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model chat_template.jinja chat_template.json"
+).split()
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null counts as a value)

@@ -263,7 +263,11 @@ class TestMistakes:
             (["\udcff"], "not valid Unicode"),
             (["A", "--temperature", "hot"], "--temperature"),
             (["A", "--temperature"], "--temperature"),
-            (["A", "--temperature", "0"], "--temperature must be > 0"),
+            (["A", "--temperature", "-0.1"], "--temperature must be > 0"),
+            (
+                ["A", "--temperature", "0", "--do-sample"],
+                "--temperature 0 means greedy search, which excludes --do-sample",
+            ),
             (["A", "--temperature", "nan"], "--temperature must be > 0"),
             (["A", "--top-k", "-1"], "--top-k must be >= 0"),
             (["A", "--top-k", "2.5"], "'2.5' is not a whole number"),
@@ -383,6 +387,8 @@ class TestMistakes:
             ("--dola-layers low", {"dola_layers": "low"}),
             ("--dola-layers 2,4", {"dola_layers": [2, 4]}),
             ("--token-healing --raw", {"token_healing": True}),
+            ("--temperature 0", {"do_sample": False}),
+            ("--temperature 0.0 --top-p 0.5", {"do_sample": False, "top_p": 0.5}),
         ],
     )
     def test_fields_of_the_config(self, words, fields):

@@ -173,21 +173,20 @@ class TestChat:
         ]
         err = say("\n".join([*(f"/set {text}" for text in settings), "/set"]))[2]
         assert self.notes(err) == [
-            "temperature 0.5, which greedy_search does not read",
-            "top_p 0.9, which greedy_search does not read",
+            "temperature 0.5, which greedy_search does not read: /set do_sample true",
+            "top_p 0.9, which greedy_search does not read: /set do_sample true",
             "do_sample true",
             "max_new_tokens 2",
             "temp is not an option of a conversation: did you mean temperature?",
             "temperature: invalid float value: 'x'",
-            "temperature must be > 0 and finite (for greedy decoding set do_sample false), got 0.0",
+            "temperature 0: greedy search",
             "do_sample must be true or false",
             "a conversation has one answer per message",
             "max_length is not an option of a conversation",
             "/set eos_token_id needs a value",
             "x is not an option of a conversation",
-            "do_sample true",
+            "do_sample false",
             "max_new_tokens 2",
-            "temperature 0.5",
             "top_p 0.9",
         ]
 
@@ -260,10 +259,10 @@ class TestInput:
         status, out, err = run(*options)
         assert (status, err) == (0, "")
         assert self.lines(out) == [
-            {"prompt": "A", "text": "BCD", "tokens": 3, "finish": "length"},
-            {"prompt": "ABC", "text": "DEF", "tokens": 3, "finish": "length"},
-            {"prompt": "X", "text": "YZ", "tokens": 2, "finish": "eos"},
-            {"prompt": "UVW", "text": "XYZ", "tokens": 3, "finish": "eos"},
+            {"index": 0, "prompt": "A", "text": "BCD", "tokens": 3, "finish": "length"},
+            {"index": 1, "prompt": "ABC", "text": "DEF", "tokens": 3, "finish": "length"},
+            {"index": 2, "prompt": "X", "text": "YZ", "tokens": 2, "finish": "eos"},
+            {"index": 3, "prompt": "UVW", "text": "XYZ", "tokens": 3, "finish": "eos"},
         ]
         target = tmp_path / "answers.jsonl"
         assert run(*options, "--output", target) == (0, "", "")
@@ -282,7 +281,8 @@ class TestInput:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         status, out, _ = run("--model", talking, "--input", "-", "--max-new-tokens", 2, "--system", "T")
         assert status == 0
-        assert self.lines(out) == [entry | {"text": '!"', "tokens": 2, "finish": "length"} for entry in entries]
+        answer = {"text": '!"', "tokens": 2, "finish": "length"}
+        assert self.lines(out) == [{"index": index} | entry | answer for index, entry in enumerate(entries)]
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -295,8 +295,38 @@ class TestInput:
             ('{"messages": [3]}', 'line 1: "messages" must be a list of at least one'),
             ('{"prompt": "A", "prompt": "B"}', "line 1: not valid JSON: duplicate keys: prompt"),
             ('{"prompt": "\\ud83d"}', "line 1: not valid JSON: a string has half of a surrogate pair"),
-            ('{"prompt": "A"}\n\n{"text": "B"}', 'line 3: each line must be an object with "prompt" or "messages"'),
+            ('{"prompt": "A"}\n\n3', "line 3: each line must be an object, a string or a list of ids in JSON"),
             ('{"prompt": 3}', 'line 1: "prompt" must be a string, got 3'),
+            ('{"id": 3}', "line 1: a prompt must have exactly one of text, prompt, messages, ids: it has none of them"),
+            ('{"prompt": "A", "text": "A"}', "exactly one of text, prompt, messages, ids: got text and prompt"),
+            ('{"ids": [5, -1]}', 'line 1: "ids" must be a list of at least one token id, got [5, -1]'),
+            ('{"ids": [1000]}', "line 1: the text has the id 1000, but the model has 263 tokens"),
+            (
+                '{"prompt": "A", "error": "x"}',
+                "error is a field of the answers: rename it, or put it in metadata",
+            ),
+            ('{"prompt": "A", "tokens": 3}', "line 1: tokens is a field of the answers"),
+            ('{"prompt": "A", "finish": "eos"}', "line 1: finish is a field of the answers"),
+            ('{"prompt": "A", "logprobs": []}', "line 1: logprobs is a field of the answers"),
+            ('{"prompt": "A"}\n{"prompt": "A", "sequence": 0}', "line 2: sequence is a field of the answers"),
+            ('{"prompt": "A", "temprature": 1}', "line 1: unknown option 'temprature': did you mean 'temperature'?"),
+            ('{"prompt": "A", "max_tokens": 1}', "unknown option 'max_tokens': did you mean 'max_new_tokens'?"),
+            ('{"prompt": "A", "stop": ["."]}', "unknown option 'stop': did you mean 'stop_strings'?"),
+            ('{"prompt": "A", "key": 3}', "line 1: key is an object in Python, which a file cannot contain: use seed"),
+            ('{"prompt": "A", "temperature": 0.5}', "greedy_search does not read temperature=0.5: set do_sample=True"),
+            ('{"prompt": "A", "temperature": -1}', "line 1: temperature must be > 0"),
+            ('{"prompt": "A", "top_k": [1, 2]}', "line 1: top_k"),
+            ('{"prompt": "A", "max_new_tokens": 0}', "line 1: max_new_tokens must be at least 1, got 0"),
+            ('{"prompt": "A", "max_new_tokens": 9999}', "line 1: the model's context is 512 tokens"),
+            ('{"prompt": "A", "num_beams": 2}', "line 1: num_beams is part of the program: set it in the config"),
+            ('{"prompt": "A", "output_logprobs": "logits"}', "line 1: output_logprobs='logits' differs from"),
+            ('{"prompt": "A", "adapter": 0}', "line 1: adapter=0, but params have no adapters"),
+            ('{"prompt": "A", "n": 2}', "line 1: num_return_sequences=2: greedy_search has one result per prompt"),
+            ('{"prompt": "A", "seed": -1}', "line 1: seed must be from 0 to 4294967295, got -1"),
+            ('{"prompt": "A", "regex": "["}', "line 1: regex: "),
+            ('{"prompt": "A", "regex": "a{400}"}', "line 1: the constraint's shortest text has 400 tokens"),
+            ('{"prompt": "A", "json_schema": 3}', "line 1: json_schema must be a JSON schema, got 3"),
+            ('{"prompt": "A", "index": 1}\n{"prompt": "B"}', "line 2: index 1 is also the index of line 1"),
             ('{"messages": [{"role": "user", "content": "A"}]}', "need a chat template"),
         ],
     )
@@ -337,7 +367,7 @@ class TestInput:
         first, second, third = self.lines(out)
         reason = "cannot continue after 0 generated tokens: every token is banned: loosen the options that ban tokens"
         assert second.pop("error").startswith(reason)
-        assert second == {"prompt": "ABCDEFGHIJ", "text": "", "tokens": 0, "finish": "no_token"}
+        assert second == {"index": 1, "prompt": "ABCDEFGHIJ", "text": "", "tokens": 0, "finish": "no_token"}
         assert [line["tokens"] for line in (first, third)] == [3, 3]
         assert "error" not in first | third
         target = tmp_path / "answers"

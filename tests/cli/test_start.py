@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxgen import programs
-from jaxgen.cli import answer, options
+from jaxgen.cli import options
+from jaxgen.decoding.rng import seed_key
 from tests.support.compilations import compilations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +69,8 @@ def test_a_first_answer_needs_three_programs(run):
 
 def test_the_key_is_jaxs():
     for seed in (0, 1, 2**31 - 1):
-        assert answer.key_of(seed).dtype == jax.random.key(seed).dtype
-        assert np.array_equal(jax.random.key_data(answer.key_of(seed)), jax.random.key_data(jax.random.key(seed)))
+        assert seed_key(seed).dtype == jax.random.key(seed).dtype
+        assert np.array_equal(jax.random.key_data(seed_key(seed)), jax.random.key_data(jax.random.key(seed)))
 
 
 def test_an_argument_in_utf_8_whatever_the_locale():

@@ -523,3 +523,14 @@ def test_alternatives_that_are_refused(given):
 def test_an_unknown_name_is_not_off():
     with pytest.raises(KeyError):
         GenerationConfig().on("temprature")
+
+
+def test_a_greedy_copy():
+    given = GenerationConfig(
+        model=model_config(), do_sample=True, top_p=0.9, temperature=0.7, num_return_sequences=4, repetition_penalty=1.1
+    )
+    for cfg in (given, given.replace(do_sample=False, num_beams=4), given.replace(penalty_alpha=0.5, top_k=4)):
+        greedy = cfg.greedy()
+        assert (greedy.mode, greedy.num_return_sequences, greedy.repetition_penalty) == ("greedy_search", 1, 1.1)
+        warn_unused(greedy)  # warnings are errors
+        assert greedy == GenerationConfig(model=model_config(), repetition_penalty=1.1)

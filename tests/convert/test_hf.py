@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import re
@@ -16,11 +17,12 @@ from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
 from convert.hf import load_shapes
-from jaxgen import fuse_projections
+from jaxgen import GenerationConfig, Tokenizer, fuse_projections
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.training import lora
 from tests.support.bounded import bounded
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
+from tests.support.tokenizers import byte_level, llama
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -459,7 +461,7 @@ def test_what_save_cannot_take(tmp_path, qwen2):
     with pytest.raises(CheckpointError, match=r"^params: .* pass their entry, variables\['params'\]$"):
         save_hf({"params": params}, cfg, tmp_path / "b")
     with pytest.raises(ConfigError, match="temperature has one value per prompt"):
-        save_hf(params, cfg.replace(temperature=np.array([0.5, 1.0])), tmp_path / "b")
+        save_hf(params, GenerationConfig(model=cfg.model, temperature=np.array([0.5, 1.0])), tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
 
 
@@ -488,6 +490,43 @@ def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(path.name for path in qwen2.iterdir()) == names
     assert same(load_hf(qwen2)[0], {name: tensor + 1 for name, tensor in weights(QWEN2).items()})
+
+
+def test_a_tokenizer_is_saved_with_the_model(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    cfg = cfg.replace(model=dataclasses.replace(cfg.model, vocab_size=300))
+    table = np.zeros((300, cfg.model.hidden_size), np.float32)
+    params["model"]["embed_tokens"]["weight"] = table
+    if "lm_head" in params:
+        params["lm_head"]["weight"] = table
+    tok = byte_level()
+    save_hf(params, cfg, tmp_path / "b", tokenizer=tok)
+    assert Tokenizer.from_pretrained(tmp_path / "b").encode("hello") == tok.encode("hello")
+    (tmp_path / "b" / "special_tokens_map.json").write_text("{}")
+    save_hf(params, cfg, tmp_path / "b", tokenizer=llama(), overwrite=True)  # nothing of the other tokenizer is left
+    assert Tokenizer.from_pretrained(tmp_path / "b").encode("hello") == llama().encode("hello")
+    assert not (tmp_path / "b" / "special_tokens_map.json").exists()
+    with pytest.raises(TypeError, match=r"tokenizer must be a jaxgen\.Tokenizer, got str"):
+        save_hf(params, cfg, tmp_path / "c", tokenizer="qwen2")
+    params, cfg = load_hf(qwen2)
+    with pytest.raises(CheckpointError, match=r"the tokenizer has 263 tokens, but the model has 40: it belongs to"):
+        save_hf(params, cfg, tmp_path / "c", tokenizer=tok)
+    assert not (tmp_path / "c").exists()
+
+
+def test_options_of_a_loop_are_not_saved(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    loop = cfg.replace(num_return_sequences=3, do_sample=True, temperature=[0.5, 0.7], top_k=None, max_new_tokens=7)
+    save_hf(params, loop, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == GENERATION
+    save_hf(params, loop.replace(eos_token_id=[2, 5], pad_token_id=3), tmp_path / "c")  # these describe the model
+    saved = GENERATION | {"eos_token_id": [2, 5], "pad_token_id": 3}
+    assert json.loads((tmp_path / "c" / "generation_config.json").read_text()) == saved
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["eos_token_id"] == [2, 5]
+    save_hf(params, GenerationConfig.from_hf({"top_k": 7}, cfg.model), tmp_path / "d")
+    assert json.loads((tmp_path / "d" / "generation_config.json").read_text()) == {"top_k": 7}
+    save_hf(params, GenerationConfig(model=cfg.model, top_k=8).replace(top_p=0.5), tmp_path / "e")
+    assert json.loads((tmp_path / "e" / "generation_config.json").read_text()) == {"top_k": 8, "top_p": 0.5}
 
 
 def test_saving_a_deleted_array_keeps_the_old_checkpoint(tmp_path, qwen2):

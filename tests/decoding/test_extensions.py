@@ -38,6 +38,11 @@ def test_user_defined_processors():
 
 
 @pytest.mark.slow
+def test_a_processor_that_indexes_ids_is_told_what_to_use():
+    with pytest.raises(TypeError, match=r"history\.last\(n\) returns the last n tokens of each row, and history\.ids"):
+        generate(PARAMS, [[3]], None, CFG, logits_processor=[lambda history, scores: scores + history[:, -1:]])
+
+
 def test_a_processor_that_holds_arrays_is_an_argument_of_the_program():
     generate(PARAMS, IDS, None, CFG, logits_processor=[Ban(np.asarray([5]))])
     partial = jax.tree_util.Partial(lambda bias, history, scores: scores + bias[None, :])

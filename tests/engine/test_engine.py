@@ -49,6 +49,9 @@ SIMPLE = CFG.replace(output_logprobs=None, top_logprobs=0)
 SMALL = {"slots": 1, "prompt_width": 8, "prompt_options": ()}
 
 
+WARPERS = {"temperature", "top_k", "top_p", "typical_p"}
+
+
 def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
     """Return prompts with random options. Unless `plain`, some turn on options that are off in the config."""
     rng = np.random.default_rng(seed)
@@ -79,6 +82,8 @@ def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
             }
         for name in rng.permutation(list(own))[: rng.integers(len(own))].tolist():
             prompt[name] = own[name]
+        if not prompt.get("do_sample", True):  # options that greedy search does not read are refused
+            prompt = {name: value for name, value in prompt.items() if name not in WARPERS}
         if "allowed" in prompt:
             prompt["max_new_tokens"] = max(prompt.get("max_new_tokens", 14), 4)
         if prompt.get("do_sample", True) and not rng.integers(3):
@@ -237,10 +242,27 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": []}, InputError, "the prompt has no token"),
         ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
         ({"ids": [5.0]}, TypeError, "ids must be a list of token ids"),
-        ("text", TypeError, "ids must be a list of token ids"),
-        ({"text": 5}, TypeError, "text must be a string"),
-        ({"ids": [50], "text": "a"}, InputError, "either ids or text"),
+        (b"text", TypeError, "ids must be a list of token ids"),
+        ({"text": 5}, TypeError, '"text" must be a string'),
+        ({"ids": [50], "text": "a"}, InputError, "exactly one of text, prompt, messages, ids: got text and ids"),
+        ({"temperature": 0.5}, InputError, "exactly one of text, prompt, messages, ids: it has none of them"),
+        ({"messages": []}, InputError, '"messages" must be a list of at least one'),
         ({"ids": [50], "temprature": 1.0}, ConfigError, "did you mean 'temperature'"),
+        ({"ids": [50], "id": 7}, ConfigError, "unknown option 'id': put data of your own in metadata"),
+        (
+            {"ids": [50], "do_sample": False, "top_p": 0.5},
+            ConfigError,
+            "greedy_search does not read top_p=0.5",
+        ),
+        ({"ids": [50], "do_sample": True, "temperature": 0}, ConfigError, "temperature=0 means greedy search, but"),
+        ({"ids": [50], "temperature": 0, "typical_p": 0.5}, ConfigError, "greedy_search does not read typical_p=0.5"),
+        ({"ids": [50], "temperature": 0, "length_penalty": 2.0}, ConfigError, "length_penalty is part of the program"),
+        ({"ids": [50], "temperature": 0, "n": 2}, ConfigError, "greedy_search has one result per prompt"),
+        ({"ids": [50], "seed": 3, "key": KEY}, InputError, "seed and key exclude each other"),
+        ({"ids": [50], "seed": 2**32}, InputError, "seed must be from 0 to 4294967295"),
+        ({"ids": [50], "regex": "a", "json_schema": {}}, InputError, "json_schema and regex exclude each other"),
+        ({"ids": [50], "regex": "("}, InputError, "regex: "),
+        ({"ids": [50], "regex": 3}, TypeError, "regex must be a string, got 3"),
         ({"ids": [50], "temperature": -1.0}, ConfigError, "temperature must be > 0"),
         ({"ids": [50], "temperature": [1.0, 2.0]}, InputError, "temperature has 2 values for 1 prompts"),
         ({"ids": [50], "num_beams": 2}, ConfigError, "num_beams is part of the program"),

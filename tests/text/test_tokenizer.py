@@ -722,6 +722,41 @@ class TestFiles:
         tok = Tokenizer.from_pretrained(save(tmp_path, llama_backend(), config={"model_type": "other"}))
         assert (tok.bos_token, tok.eos_token) == (None, None)
 
+    @pytest.mark.parametrize(
+        "tok",
+        [
+            byte_level(),
+            llama(add_eos_token=True, tokenizer_class="LlamaTokenizer", model_max_length=99),
+            byte_level(tokenizer_class="Qwen2TokenizerFast", eos_token="<|end|>", chat_template=None),
+            byte_level(chat_template=[{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]),
+            byte_level(
+                additional_special_tokens=["<|new|>"],
+                added_tokens_decoder={"263": {"content": "<think>", "special": False, "normalized": False}},
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+    def test_a_saved_tokenizer(self, tmp_path, tok, model_type):
+        folder = tmp_path / "new" / "folder"
+        tok.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))  # names another class
+        read = Tokenizer.from_pretrained(folder)
+        for text in ("hello", " hell <|im_end|><|new|> <think>x", "é"):
+            assert read.encode(text) == tok.encode(text)
+            assert read.decode(tok.encode(text), skip_special_tokens=False) == tok.decode(
+                tok.encode(text), skip_special_tokens=False
+            )
+        names = ["special_tokens", "pad_token_id", "model_max_length", "clean_up_tokenization_spaces", "_templates"]
+        assert [getattr(read, name) for name in names] == [getattr(tok, name) for name in names]
+        assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+        with pytest.raises(InputError, match=r"folder already has tokenizer\.json: choose another directory"):
+            tok.save_pretrained(folder)
+
+    def test_a_file_of_another_tokenizer_is_not_mixed_in(self, tmp_path):
+        (tmp_path / "chat_template.jinja").write_text("another")
+        with pytest.raises(InputError, match=r"already has chat_template\.jinja"):
+            byte_level().save_pretrained(tmp_path)
+
     def test_null_is_not_the_class_default(self):
         config = {"tokenizer_class": "Qwen2Tokenizer"}
         assert Tokenizer(byte_level_backend(), config).pad_token == "<|endoftext|>"

@@ -1,0 +1,177 @@
+"""The fields of a prompt: the format of `Engine.submit`, `generate_many` and the command's --input."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+
+from jaxgen.config.availability import check_options
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_options import OPTIONS
+from jaxgen.decoding.rng import seed_key
+from jaxgen.errors import ConfigError, InputError, JaxgenError, check_whole, shown
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.text.tokenizer import Tokenizer
+
+SOURCES = ("text", "prompt", "messages", "ids")
+GRAMMARS = ("json_schema", "regex", "allowed")
+FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "metadata")
+# Options of a prompt that are not values in the compiled program.
+OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
+LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
+_COMPILED = 64  # maximum number of cached grammars
+# Warpers that never remove the most likely token.
+_KEEP_FIRST = {"top_h", "top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
+# The names that other libraries use for options.
+_ELSEWHERE = {
+    "stop": "stop_strings",
+    "stop_token_ids": "eos_token_id",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "logit_bias": "sequence_bias",
+    "bad_words": "bad_words_ids",
+    "response_format": "json_schema",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+}
+
+
+def as_fields(prompt: Any) -> dict[str, Any]:
+    """Return a prompt as a dict of fields: a string is its text, and anything but a string or a dict is its ids."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    return dict(prompt) if isinstance(prompt, Mapping) else {"ids": prompt}
+
+
+def unknown(fields: Collection[str]) -> list[str]:
+    """Return the names in `fields` that are neither fields of a prompt nor options."""
+    return [name for name in fields if name not in FIELDS and name not in OPTIONS]
+
+
+def similar(name: Any) -> str | None:
+    """Return the option that an unknown field probably stands for, or None."""
+    word = str(name)[:100].lower().replace("-", "_")
+    near = difflib.get_close_matches(word, [*OPTIONS, "json_schema", "regex"], n=1, cutoff=0.8)
+    return _ELSEWHERE.get(word) or next(iter(near), None)
+
+
+def refuse_unknown(fields: Collection[str]) -> None:
+    """Raise an error for a field that prompts do not have."""
+    for name in unknown(fields):
+        near = similar(name)
+        hint = f"did you mean {near!r}?" if near else "put data of your own in metadata"
+        raise ConfigError(f"unknown option {shown(name)}: {hint}")
+
+
+def source_of(fields: Mapping[str, Any]) -> str:
+    """Return the name of the field that contains the prompt, and check its form; ids are checked elsewhere."""
+    found = [name for name in SOURCES if name in fields]
+    if len(found) != 1:
+        got = f"got {' and '.join(found)}" if found else "it has none of them"
+        raise InputError(f"a prompt must have exactly one of {', '.join(SOURCES)}: {got}")
+    (name,) = found
+    if name in ("text", "prompt") and not isinstance(fields[name], str):
+        raise TypeError(f'"{name}" must be a string, got {shown(fields[name])}')
+    if name == "messages" and not is_conversation(fields[name]):
+        example = '{"role": "...", "content": "..."}'
+        raise InputError(f'"messages" must be a list of at least one {example}, got {shown(fields[name])}')
+    return name
+
+
+def is_conversation(messages: Any) -> bool:
+    """Return True if `messages` is a non-empty list of dicts, each of which has a role."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+    )
+
+
+def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_impl: str | None) -> dict[str, Any]:
+    """Return a prompt's fields in the terms of the engine: `ids`, `index`, `key`, `allowed`, `metadata`, and options.
+
+    Raise an error if a field is unknown or invalid, or if two fields exclude each other.
+    """
+    fields = as_fields(given)
+    refuse_unknown(fields)
+    source = source_of(fields)
+    content = fields.pop(source)
+    if source != "ids":
+        if tokenizer is None:
+            raise InputError(f"a prompt given as {source} needs a tokenizer: pass tokenizer=, or ids")
+        if source == "messages":
+            content = tokenizer.encode(tokenizer.render_chat(content), add_special_tokens=False)
+        else:
+            content = tokenizer.encode(content)
+    fields["ids"] = content
+    for several in (("n", "num_return_sequences"), ("seed", "key"), GRAMMARS):
+        if len(found := [name for name in several if name in fields]) > 1:
+            raise InputError(f"{' and '.join(found)} exclude each other: pass one of them")
+    if "n" in fields:
+        fields["num_return_sequences"] = fields.pop("n")
+    if "seed" in fields:
+        seed = check_whole("seed", fields.pop("seed"), 0, LARGEST_SEED)
+        fields["key"] = seed_key(seed) if key_impl in (None, "threefry2x32") else jax.random.key(seed, impl=key_impl)
+    for name in ("json_schema", "regex"):
+        if name in fields:
+            fields["allowed"] = _automaton(name, fields.pop(name), tokenizer, vocab_size)
+    return fields
+
+
+def with_own(
+    cfg: GenerationConfig, own: Mapping[str, Any], allowed: Collection[str], hint: str = ""
+) -> GenerationConfig:
+    """Return the config with a prompt's own options applied. `temperature=0` means greedy search.
+
+    Raise an error if an option is not among the names in `allowed`, or if the prompt's decode mode does not read it;
+    `hint` is added to the error about a name. With `temperature=0`, the warpers that always keep the most likely token
+    are accepted: they do not change the result.
+    """
+    fields = dict(own)
+    greedy = _is_zero(fields.get("temperature"))
+    if greedy:
+        if fields.get("do_sample"):
+            raise ConfigError("temperature=0 means greedy search, but do_sample is True: leave one of them out")
+        fields |= {"temperature": None, "do_sample": False}
+    if fields.get("output_logprobs", fields) is None:
+        fields.setdefault("top_logprobs", 0)
+    cfg = cfg.replace(**fields)
+    for name in own:
+        if name not in allowed and not (greedy and name == "temperature"):
+            raise ConfigError(f"{name} is part of the program: set it in the config, for all prompts{hint}")
+    check_options(cfg, 1)
+    ignored = {option.name for option in cfg.unread()} - (_KEEP_FIRST if greedy else set())
+    for name, value in own.items():
+        if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
+            raise ConfigError(f"{name} must be a single value for this prompt, got {shown(value)}")
+        if name in ignored and OPTIONS[name].is_given(getattr(cfg, name)):
+            sampling = "" if greedy or cfg.on("do_sample") else "set do_sample=True too, or "
+            raise ConfigError(f"{cfg.mode} does not read {name}={shown(value)}: {sampling}leave it out")
+    return cfg
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def _automaton(name: str, value: Any, tokenizer: Tokenizer | None, vocab_size: int) -> TokenAutomaton:
+    if tokenizer is None:
+        raise InputError(f"{name} needs a tokenizer: pass tokenizer=")
+    if not isinstance(value, str | Mapping) or (name == "regex" and not isinstance(value, str)):
+        raise TypeError(f"{name} must be {'a string' if name == 'regex' else 'a JSON schema'}, got {shown(value)}")
+    try:
+        return _compiled(name, value if isinstance(value, str) else json.dumps(value), tokenizer, vocab_size)
+    except JaxgenError as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+@functools.lru_cache(maxsize=_COMPILED)
+def _compiled(name: str, text: str, tokenizer: Tokenizer, vocab_size: int) -> TokenAutomaton:
+    build = TokenAutomaton.from_regex if name == "regex" else TokenAutomaton.from_json_schema
+    return build(text, tokenizer, vocab_size=vocab_size)

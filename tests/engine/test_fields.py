@@ -1,0 +1,72 @@
+"""The fields of a prompt: equal prompts in different forms, and data that is passed through."""
+
+import jax
+import pytest
+
+from jaxgen import ConfigError, TokenAutomaton, generate_many
+from jaxgen.engine.fields import similar, translated
+from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
+from tests.support.letters import PARAMS
+
+SIZES = SMALL | {"tokenizer": TOK, "prompt_width": 64, "slots": 4, "prompt_options": ["top_p"]}
+
+
+def test_equal_prompts_in_different_forms():
+    regex, schema = "[a-c]{3}", {"enum": [12, 345]}
+    automata = {
+        "regex": TokenAutomaton.from_regex(regex, TOK, vocab_size=320),
+        "json_schema": TokenAutomaton.from_json_schema(schema, TOK, vocab_size=320),
+    }
+    messages = [{"role": "user", "content": "ab"}]
+    seed, key, greedy = {"seed": 3}, {"key": jax.random.key(3)}, {"do_sample": False}
+    pairs = [
+        ("ab", {"ids": TOK.encode("ab"), "index": 0}),
+        ({"prompt": "ab"} | seed, {"text": "ab"} | key),
+        ({"messages": messages} | seed, {"ids": TOK.encode(TOK.render_chat(messages))} | key),
+        ({"text": "ab", "temperature": 0}, {"text": "ab"} | greedy),
+        ({"text": "ab", "temperature": 0.0, "top_p": 0.5}, {"text": "ab"} | greedy),
+        ({"text": "ab", "regex": regex} | seed, {"text": "ab", "allowed": automata["regex"]} | key),
+        ({"text": "ab", "json_schema": schema} | seed, {"text": "ab", "allowed": automata["json_schema"]} | key),
+    ]
+    prompts = [prompt for pair in pairs for prompt in pair]
+    done = list(generate_many(PARAMS, prompts, KEY, SIMPLE, ordered=True, **SIZES))
+    assert [completion.error for completion in done] == [None] * len(prompts)
+    for one, other in zip(done[::2], done[1::2], strict=True):
+        assert (one.ids, one.tokens) == (other.ids, other.tokens)
+    assert done[10].text.strip('abc"#') == ""  # the ends, tokens 1 and 2, are quotes and hashes in this vocabulary
+    assert done[12].text.rstrip('"#') in ("12", "345")
+
+
+def test_metadata_is_passed_through():
+    prompts = [{"text": "ab", "metadata": {"id": 7}, "n": 2}, "a", {"ids": [999], "metadata": "x"}]
+    done = list(generate_many(PARAMS, prompts, KEY, SIMPLE, ordered=True, **SIZES))
+    assert [completion.metadata for completion in done] == [{"id": 7}, {"id": 7}, None, "x"]
+    assert "the id 999" in done[3].error
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"max_tokens": 3}, "did you mean 'max_new_tokens'"),
+        ({"stop": "."}, "did you mean 'stop_strings'"),
+        ({"id": "p7"}, "put data of your own in metadata"),
+    ],
+)
+def test_an_unknown_field_is_an_error_for_all_prompts(field, hint):
+    prompts = [{"text": "a"}, {"text": "b"} | field]
+    with pytest.raises(ConfigError, match=f"prompt 1: unknown option '.*': {hint}"):
+        list(generate_many(PARAMS, prompts, KEY, SIMPLE, **SIZES))
+
+
+def test_names_that_users_give_to_their_own_data():
+    own = "id source category label topic answer expected reference context question language model name title url date"
+    assert [name for name in own.split() if similar(name)] == []
+    for name in ("topK", "top-p", "max_new_token", "json_shema", "guided_regex", "Temperature"):
+        assert similar(name)
+
+
+def test_a_schema_is_compiled_once():
+    fields = [{"text": "a", "json_schema": {"enum": [1, 2, 3]}} for _ in range(2)]
+    first, second = (translated(each, TOK, 320, None)["allowed"] for each in fields)
+    assert first is second
