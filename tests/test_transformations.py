@@ -34,7 +34,7 @@ def test_shard_map(name):
 @pytest.mark.slow
 def test_scores_in_shard_map():
     cfg = CFG.replace(do_sample=True, top_p=0.9, repetition_penalty=1.1)
-    more = {"of": "scores", "prompt_width": 4}
+    more = {"of": "scores", "prompt_width": 6}
     sharded = on_two_devices(lambda params, ids, mask, _: score(params, ids, cfg, attention_mask=mask, **more))
     out = sharded(PARAMS, jnp.asarray(IDS), jnp.asarray(MASK), KEYS)
     expected = jax.jit(lambda params: score(params, IDS, cfg, attention_mask=MASK, **more))(PARAMS)
