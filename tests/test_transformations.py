@@ -34,9 +34,10 @@ def test_shard_map(name):
 @pytest.mark.slow
 def test_scores_in_shard_map():
     cfg = CFG.replace(do_sample=True, top_p=0.9, repetition_penalty=1.1)
-    sharded = on_two_devices(lambda params, ids, mask, _: score(params, ids, cfg, attention_mask=mask, of="scores"))
+    more = {"of": "scores", "prompt_width": 6}
+    sharded = on_two_devices(lambda params, ids, mask, _: score(params, ids, cfg, attention_mask=mask, **more))
     out = sharded(PARAMS, jnp.asarray(IDS), jnp.asarray(MASK), KEYS)
-    expected = jax.jit(lambda params: score(params, IDS, cfg, attention_mask=MASK, of="scores"))(PARAMS)
+    expected = jax.jit(lambda params: score(params, IDS, cfg, attention_mask=MASK, **more))(PARAMS)
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-5)
 
 
