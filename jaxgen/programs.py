@@ -125,7 +125,15 @@ class Program:
         # `on_cpu` turns on compiler options, which are not allowed under jax.grad. If `cpu` is the only backend, every
         # program runs on a CPU, whatever its arguments are.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
-        key = (self, structure, static, on_cpu, tuple([_form(leaf) for leaf in leaves]))
+        # The form of a jax array, without a function call. Its `aval` itself would not do: on jax 0.12, the layout in it
+        # equals no other if a program loaded from a file has returned the array.
+        forms = [
+            _form(leaf)
+            if (aval := getattr(leaf, "aval", None)) is None
+            else (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
+            for leaf in leaves
+        ]
+        key = (self, structure, static, on_cpu, tuple(forms))
         return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static)))(*args, **traced)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
@@ -199,13 +207,8 @@ def cpu_compiler_options() -> dict[str, Any]:
 
 
 def _form(leaf: Any) -> Hashable:
-    """Return the form of an argument: everything about its value that affects the program.
-
-    This is not an array's `aval`: on jax 0.12, the layout in it differs from that of an equal array if a program loaded
-    from a file has returned one of the two.
-    """
-    aval = getattr(leaf, "aval", leaf)  # faster than `isinstance`
-    return getattr(aval, "shape", ()), getattr(aval, "dtype", type(leaf)), getattr(aval, "weak_type", False)
+    """Return the form of an argument that is not a jax array: everything about its value that affects the program."""
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), False
 
 
 def _runs_on_cpu(leaves: list[Any]) -> bool:

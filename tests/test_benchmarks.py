@@ -340,8 +340,8 @@ def test_a_greedy_call_visits_little_code():
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|", printed)
     [(files, functions, _), (_, _, calls)] = [[int(number) for number in row] for row in rows]
-    assert files <= 37
-    assert functions <= 236
+    assert files <= 40
+    assert functions <= 246
     assert calls <= 156
     pipeline = "logits/pipeline.py"  # used only if a processor is on
     assert (ROOT / "jaxgen" / pipeline).exists()

@@ -87,7 +87,7 @@ class Int8:
 def _product(rows: jax.Array, values: jax.Array, divided: bool | None, portable: bool) -> jax.Array:
     """Return `rows [n, D]` times the transposed `values int8[F, D]`, as float32[n, F]; differentiable in `rows`."""
     converted = functools.partial(_converted, divided=divided)
-    if workarounds.multiplies_in_lanes(rows, values.dtype, divided, portable):
+    if workarounds.multiplies_in_lanes(rows, "amx_int8", divided, portable):
         on_cpu = workarounds.in_lanes
     elif rows.dtype == jnp.float32 or not at_most(rows.shape[0], _FEW_ROWS):
         on_cpu = functools.partial(workarounds.in_branch, converted)

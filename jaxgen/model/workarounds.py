@@ -40,8 +40,7 @@ _UNSTABLE: dict[str, Any] = {"is_stable": False} if jax.__version_info__ >= (0, 
 
 _LANES = 32
 _LANES_ROWS = 2
-# The flags of CPUs that have a unit for matrix products of these dtypes.
-_AMX = {"bfloat16": "amx_bf16", "int8": "amx_int8"}
+_UNITS = {"bfloat16": "amx_bf16"}  # the flags of CPUs that have a unit for matrices of these dtypes
 # XLA splits a sum of more than 32 products and stores every product. A loop over an even number of terms unrolls best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
@@ -134,7 +133,7 @@ def product(
     narrow = weight.dtype != jnp.float32
     few = narrow and at_most(count, _ROWS_FIRST) and columns <= features
     on_cpu = plain
-    if narrow and multiplies_in_lanes(rows, weight.dtype, divided, portable):
+    if narrow and multiplies_in_lanes(rows, _UNITS.get(weight.dtype.name), divided, portable):
         on_cpu = in_lanes
     else:
         padded = narrow and count == 1
@@ -177,14 +176,15 @@ def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Arr
     return (rounded(out) if out.dtype == jnp.float32 else lax.optimization_barrier(out)).T
 
 
-def multiplies_in_lanes(rows: jax.Array, dtype: Any, divided: bool | None, portable: bool) -> bool:
-    """Return True if `in_lanes` is the fastest way to multiply `rows [n, D]` by a weight of this dtype on a CPU.
+def multiplies_in_lanes(rows: jax.Array, unit: str | None, divided: bool | None, portable: bool) -> bool:
+    """Return True if `in_lanes` is the fastest way to multiply `rows [n, D]` by a 16- or 8-bit weight on a CPU.
 
-    A CPU with AMX multiplies matrices of bfloat16 or of 8-bit numbers in a separate unit. With one row padded to two,
-    this unit is 1.5 times faster than `in_lanes`. Without AMX, `in_lanes` is twice as fast, so programs that may run on
-    another machine use `in_lanes`. The other arguments are as in `product`.
+    A CPU with AMX multiplies small matrices of some dtypes in a separate unit. With one row padded to two, this unit is
+    1.5 times faster than `in_lanes`. Without AMX, `in_lanes` is twice as fast, so programs that may run on another
+    machine use `in_lanes`. `unit` is the flag of CPUs that have a unit for the weight's dtype, or None if no CPU has
+    one. The other arguments are as in `product`.
     """
-    has_unit = rows.dtype != jnp.float32 and _AMX.get(jnp.dtype(dtype).name) in cpu_flags()
+    has_unit = rows.dtype != jnp.float32 and unit in cpu_flags()
     return in_one_piece(divided) and fits_lanes(*rows.shape) and (portable or not has_unit)
 
 

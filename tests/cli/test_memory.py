@@ -87,11 +87,11 @@ def test_enough_or_unknown(refusal):
 def test_what_is_counted_is_needed(checkpoint, refusal):
     """The estimate counts the weights and the cache that `generate` returns."""
     params, cfg = load_hf(checkpoint)
-    out = generate(params, [[1, 2, 3]] * 2, None, cfg.replace(max_new_tokens=5))
+    out = generate(params, [[1, 2, 3]] * 4, None, cfg.replace(max_new_tokens=5))
     needed = nbytes(params) + nbytes(out.cache.kv)
-    assert refusal(needed - 1, prompts=2, width=3, max_new_tokens=5)
-    lengths = 2 * 4  # the cache's lengths are stored once for the prompts and once for the rows
-    assert refusal(needed + lengths, prompts=2, width=3, max_new_tokens=5) == ""
+    assert refusal(needed - 1, prompts=4, width=3, max_new_tokens=5)
+    lengths = 4 * 4  # the cache's lengths are stored once for the prompts and once for the rows
+    assert refusal(needed + lengths, prompts=4, width=3, max_new_tokens=5) == ""
 
 
 def test_the_text(refusal, checkpoint):

@@ -86,7 +86,7 @@ def test_a_platform_that_is_not_there():
 
 
 def test_debug_shows_tracebacks(run, checkpoint):
-    status, _, err = run("--model", checkpoint, "A", "--debug", "--temperature", "0")
+    status, _, err = run("--model", checkpoint, "A", "--debug", "--temperature", "-1")
     assert status == 2
     assert err.startswith("jaxgen: error: --temperature must be > 0")
     assert "Traceback" in err
