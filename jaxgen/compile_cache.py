@@ -25,9 +25,10 @@ _LIMIT = 1 << 30  # maximum size in bytes, of the programs for all machines
 _LAYOUT = "3"  # version of the files: a checksum and what jax stores
 _CHECKSUM = hashlib.sha256
 _SIZE = _CHECKSUM().digest_size
+_PROGRAM, _PART = ".program", ".program-part"  # the names of files, and of those that are not yet complete
 
 
-def enable_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
+def enable_cache(directory: str | os.PathLike[str] | None = None) -> str | None:
     """Store the programs that this process compiles on disk, and load those that earlier processes have stored.
 
     This sets jax's compilation cache, so the programs of your own `jax.jit` are stored too. Programs must still be
@@ -37,34 +38,38 @@ def enable_cache(directory: str | os.PathLike[str] | None = None) -> Path | None
     owns the directory or can write to it. A damaged file causes a warning, and its program is compiled again.
 
     Args:
-        directory: where to store programs, in a folder for this kind of machine. The default is `jaxgen/programs` in
+        directory: where to create the folder `jaxgen-programs`. The default is the folder `jaxgen/programs` in
             `$XDG_CACHE_HOME` or `~/.cache`.
 
     Returns:
-        The directory that contains the programs; None if nothing is stored. If jax already has a directory, that one.
+        The folder with this machine's programs, or what jax's setting `jax_compilation_cache_dir` already contains.
+        None if nothing is stored, because of a warning or of jax's setting `jax_enable_compilation_cache`.
 
     Raises:
-        InputError: if `directory` is given and jax already has another one.
+        InputError: if `directory` is given and jax already stores programs elsewhere.
     """
     settings = jax.config.values
     if not settings["jax_enable_compilation_cache"]:
         return None
-    if (before := settings["jax_compilation_cache_dir"]) is not None:
-        if directory is not None and not Path(before).is_relative_to(Path(directory).absolute()):
-            raise InputError(f"jax already stores compiled programs in {before}: leave directory={directory!r} out")
-        return Path(before)
+    before = settings["jax_compilation_cache_dir"] or None
+    if before is not None and directory is None:
+        return before
     try:
-        root = _default_root() if directory is None else Path(directory).absolute()
+        root = (_default_root() if directory is None else Path(directory) / "jaxgen-programs").resolve()
         own = root / _machine()
+        if before is not None:
+            if Path(before) == own:
+                return before
+            raise InputError(f"jax already stores compiled programs in {before}: leave directory out")
         _create(own)
-        problem = _problem(own, root if directory is not None else root.parent)
+        problem = _problem(own, root)
     except (OSError, RuntimeError) as error:  # `Path.home` raises the latter if the user has no home directory
-        problem = str(error)
+        problem, root, own = str(error), Path(), Path()
     problem = problem or _install(_Store(own, root), own)
     if problem is not None:
         warnings.warn(f"compiled programs are not stored: {problem}", JaxgenWarning, stacklevel=2)
         return None
-    return own
+    return str(own)
 
 
 def _install(store: _Store, directory: Path) -> str | None:
@@ -88,7 +93,7 @@ class _Store:
 
     Args:
         directory: the files of this kind of machine.
-        root: the directory whose size is limited.
+        root: the folder that contains the directories of all machines; the size of all their files is limited.
     """
 
     def __init__(self, directory: Path, root: Path):
@@ -116,7 +121,7 @@ class _Store:
         """Store a value atomically, because several processes may write the same file."""
         file, part = self._file(key), None
         try:
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
+            with tempfile.NamedTemporaryFile(dir=file.parent, suffix=_PART, delete=False) as stream:
                 part = Path(stream.name)
                 stream.write(_CHECKSUM(value).digest() + value)
             part.replace(file)
@@ -127,7 +132,7 @@ class _Store:
             self._warn(f"a program cannot be stored: {error}")
 
     def _file(self, key: str) -> Path:
-        return self._path / f"{key}.program"
+        return self._path / f"{key}{_PROGRAM}"
 
     def _make_room(self) -> None:
         """Remove the least recently used files until the rest take up at most `_LIMIT` bytes."""
@@ -142,16 +147,15 @@ class _Store:
 
 
 def _files(root: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield the time, the size and the path of each file below a directory."""
-    for folder, _, names in os.walk(root):
-        for file in (Path(folder, name) for name in names):
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
-                found = file.stat()
-                yield found.st_mtime, found.st_size, file
+    """Yield the time, the size and the path of each file of a program in the folders of `root`."""
+    for file in (*root.glob(f"*/*{_PROGRAM}"), *root.glob(f"*/*{_PART}")):
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
+            found = file.stat()
+            yield found.st_mtime, found.st_size, file
 
 
 def _default_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "jaxgen" / "programs"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgen" / "programs"
 
 
 def _machine() -> str:
@@ -170,24 +174,21 @@ def _create(directory: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _problem(directory: Path, first: Path) -> str | None:
+def _problem(directory: Path, root: Path) -> str | None:
     """Return why other users could change the files in a directory; None if they cannot, or if this is not POSIX.
 
-    Args:
-        directory: the directory of the files.
-        first: the first of its parents that must also be closed to the user's group.
+    `directory` is a resolved path in `root`.
     """
     if not hasattr(os, "geteuid"):
         return None
-    own = len(directory.parts) - len(first.parts) + 1
-    directory = directory.resolve()
-    for number, folder in enumerate([directory, *directory.parents]):
+    for folder in (directory, *directory.parents):
         found = folder.stat()
         if found.st_uid not in (os.geteuid(), 0):
             return f"{folder} belongs to another user"
-        # Above, a home directory may be open to its owner's group, and /tmp lets others add but not replace entries.
-        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) if number < own else found.st_mode & stat.S_IWOTH
-        if others and (number < own or not found.st_mode & stat.S_ISVTX):
+        is_ours = folder.is_relative_to(root)
+        # Above `root`, a home directory may be open to its owner's group, and in /tmp nobody can replace our folder.
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH if is_ours else stat.S_IWOTH)
+        if others and (is_ours or not found.st_mode & stat.S_ISVTX):
             return f"other users can write to {folder}"
     if not os.access(directory, os.W_OK):
         return f"{directory} cannot be written"

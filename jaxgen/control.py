@@ -43,6 +43,15 @@ def cond(test: Any, yes: Callable, no: Callable, *operands: Any) -> Any:
     return lax.cond(test, _over(axes, yes), _over(axes, no), *operands)
 
 
+def alike(*values: Any) -> tuple[Any, ...]:
+    """Return the arguments of a function with a gradient of its own, all varying over the same axes.
+
+    `jax.custom_vjp` expects a gradient to vary over the axes of its argument.
+    """
+    axes = _axes(values)
+    return _varying(axes, values) if axes else values
+
+
 def _axes(tree: Any) -> frozenset[str]:
     """Return the names of the mesh axes over which any value in a tree varies."""
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))

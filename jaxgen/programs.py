@@ -125,7 +125,7 @@ class Program:
         # `on_cpu` turns on compiler options, which are not allowed under jax.grad. If `cpu` is the only backend, every
         # program runs on a CPU, whatever its arguments are.
         on_cpu = not _is_transformed() and (list(backends()) == ["cpu"] or _runs_on_cpu(leaves))
-        # The form of a jax array, without a function call. Its `aval` itself would not do: on jax 0.12, the layout in it
+        # The form of a jax array, without a function call. It is not the `aval` itself: on jax 0.12, the layout in it
         # equals no other if a program loaded from a file has returned the array.
         forms = [
             _form(leaf)

@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -63,11 +64,14 @@ def programs(request, tmp_path_factory) -> dict[str, str]:
     This process's programs are kept for later runs, in pytest's own cache, which `--cache-clear` empties. Tests kill
     some of the processes that they start, so programs of those are kept for this run only.
     """
-    kept = request.config.cache.mkdir("programs")
-    kept.chmod(0o700)  # otherwise its mode depends on the user's umask
-    assert enable_cache(kept) is not None
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    cache = getattr(request.config, "cache", None)  # None with `-p no:cacheprovider`
+    jax.config.update("jax_compilation_cache_dir", None)
+    with warnings.catch_warnings(record=True):  # others can write to the checkout, say
+        kept = None if cache is None else enable_cache(cache.mkdir("programs"))
+    if kept is None:
+        enable_cache(shared)
     settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
     environment = {name.upper(): str(value) for name, value in settings.items()}
     os.environ.update(environment)

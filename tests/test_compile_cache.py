@@ -24,7 +24,8 @@ def enable(tmp_path):
     def enable(root=tmp_path / "root"):
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
-        return enable_cache(root)
+        own = enable_cache(root)
+        return None if own is None else Path(own)
 
     yield enable
     compilation_cache.reset_cache()
@@ -105,12 +106,24 @@ def test_the_least_recently_used_are_removed(tmp_path, monkeypatch):
     for folder in (own, other):
         folder.mkdir()
         for number in range(3):
-            (folder / str(number)).write_bytes(b"x" * 100)
-            os.utime(folder / str(number), (number, number))
+            (folder / f"{number}.program").write_bytes(b"x" * 100)
+            os.utime(folder / f"{number}.program", (number, number))
     store = compile_cache._Store(own, tmp_path)
     store.put("new", b"x" * (50 - compile_cache._SIZE))
-    assert [file.name for file in files(tmp_path)] == ["2", "2", "new.program"]
+    assert [file.name for file in files(tmp_path)] == ["2.program", "2.program", "new.program"]
     assert store.get("new") == b"x" * (50 - compile_cache._SIZE)
+
+
+def test_files_that_are_not_programs_stay(enable, tmp_path, monkeypatch):
+    names = ["weights.safetensors", "model/a.program", "jaxgen-programs/model/weights.safetensors"]
+    for name in names:
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_bytes(b"x" * 100)
+        (tmp_path / "root" / name).parent.chmod(0o700)
+    monkeypatch.setattr(compile_cache, "_LIMIT", 50)
+    enable()
+    run()
+    assert [str(file.relative_to(tmp_path / "root")) for file in files(tmp_path / "root")] == sorted(names)
 
 
 class TestDirectory:
@@ -120,7 +133,8 @@ class TestDirectory:
             directory = enable(tmp_path / "a" / "b")
         finally:
             os.umask(mask)
-        for folder in (directory, tmp_path / "a" / "b", tmp_path / "a"):
+        assert directory.is_relative_to(tmp_path / "a" / "b" / "jaxgen-programs")
+        for folder in (directory, directory.parent, tmp_path / "a" / "b", tmp_path / "a"):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
     @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
@@ -128,7 +142,7 @@ class TestDirectory:
     def test_others_can_write(self, enable, mode, which):
         own = enable()
         (own if which == "own" else own.parent).chmod(mode)
-        with pytest.warns(JaxgenWarning, match=r"programs are not stored: other users can write to .*root"):
+        with pytest.warns(JaxgenWarning, match=r"programs are not stored: other users can write to .*jaxgen-programs"):
             assert enable() is None
         assert jax.config.jax_compilation_cache_dir is None
 
@@ -146,7 +160,7 @@ class TestDirectory:
         own = enable()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
         monkeypatch.setattr(Path, "stat", _stat_of_owner(own.parent, os.getuid() + 7))
-        with pytest.warns(JaxgenWarning, match="root belongs to another user"):
+        with pytest.warns(JaxgenWarning, match="jaxgen-programs belongs to another user"):
             assert enable() is None
 
     def test_no_home(self, enable, monkeypatch):
@@ -166,9 +180,22 @@ class TestDirectory:
 
     def test_a_directory_that_jax_has(self, enable, tmp_path):
         own = enable()
-        assert enable_cache() == enable_cache(tmp_path / "root") == own
-        with pytest.raises(InputError, match=r"jax already stores compiled programs in .*: leave directory="):
+        assert enable_cache() == enable_cache(tmp_path / "root") == str(own)
+        with pytest.raises(InputError, match=r"jax already stores compiled programs in .*: leave directory out"):
             enable_cache(tmp_path / "other")
+
+    def test_a_setting_that_is_no_directory(self, enable, tmp_path):
+        enable()
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+        assert enable_cache() == "gs://bucket/programs"
+        jax.config.update("jax_compilation_cache_dir", "")
+        assert enable_cache(tmp_path) is not None
+
+    def test_a_link_is_resolved_before_it_is_checked(self, enable, tmp_path):
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        (tmp_path / "open" / "link").symlink_to(tmp_path, target_is_directory=True)
+        assert enable(tmp_path / "open" / "link").parent == tmp_path.resolve() / "jaxgen-programs"
 
     def test_a_cache_that_is_turned_off(self, enable):
         jax.config.update("jax_enable_compilation_cache", False)

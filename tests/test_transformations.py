@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxgen import Engine, GenerationConfig, generate, score
+from jaxgen.model.int8 import Int8
+from jaxgen.training import lora
 from tests.support.models import slow
 from tests.test_meshes import CFG, IDS, KEY, MASK, MODES, PARAMS
 
@@ -39,6 +41,31 @@ def test_scores_in_shard_map():
     out = sharded(PARAMS, jnp.asarray(IDS), jnp.asarray(MASK), KEYS)
     expected = jax.jit(lambda params: score(params, IDS, cfg, attention_mask=MASK, **more))(PARAMS)
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("updates", [False, *slow(True)], ids=["weights", "updates of 8-bit weights"])
+def test_gradients_in_shard_map(updates):
+    """The gradient of a sum over all prompts is the same, on each device or of all devices together."""
+    trained, base = PARAMS, jax.tree.map(jnp.asarray, jax.tree.map(_int8, PARAMS))
+    if updates:
+        trained = jax.tree.map(lambda x: x + 0.1, lora.init(base, 2, jax.random.key(1)))
+
+    def loss(trained, ids, mask):
+        params = lora.attach(base, trained, 0.5) if updates else trained
+        return jnp.sum(score(params, ids, CFG, attention_mask=mask, prompt_width=2).logprobs)
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    specs = {"mesh": mesh, "in_specs": (P(), DATA, DATA), "out_specs": P()}
+    inside = jax.shard_map(jax.grad(lambda *of: jax.lax.psum(loss(*of), "data")), **specs)
+    outside = jax.grad(jax.shard_map(lambda *of: jax.lax.psum(loss(*of), "data"), **specs))
+    expected = jax.jit(jax.grad(loss))(trained, jnp.asarray(IDS), jnp.asarray(MASK))
+    for sharded in (inside, outside):
+        found = jax.jit(sharded)(trained, jnp.asarray(IDS), jnp.asarray(MASK))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), found, expected)
+
+
+def _int8(weight):
+    return Int8.from_matrix(np.asarray(weight), np.dtype(np.float32)) if weight.ndim == 2 else weight
 
 
 def test_old_keys():

@@ -13,7 +13,10 @@ import numpy as np
 
 
 def seed_key(seed: int) -> jax.Array:
-    """Return the same key as `jax.random.key(seed)`, which would compile two programs. `seed` must be below 2**32."""
+    """Return `jax.random.key(seed, impl="threefry2x32")`, which itself would compile two programs.
+
+    Whatever jax's default is, a seed means the same everywhere. `seed` must be below 2**32.
+    """
     words: Any = np.array([0, seed], np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 

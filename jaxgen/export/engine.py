@@ -48,9 +48,9 @@ def export_engine(
     >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")
 
     `open` creates the initial state, in which all slots are free. `chunk` adds prompts, runs a few steps, and returns
-    the next state and a journal of what happened. The tokens are the same as with an `Engine`. Grammars and stop
-    strings are not supported, because they need tables that the host cannot build. docs/production.md contains an
-    example of a host.
+    the next state and a journal of what happened. The tokens are the same as with an `Engine`, except that rounding may
+    differ in 16-bit dtypes. Grammars and stop strings are not supported, because they need tables that the host cannot
+    build. docs/production.md contains an example of a host.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The programs take parameters as an argument.

@@ -59,8 +59,9 @@ def export_generate(
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")
 
     The program's inputs are the prompts, the data of a random key for sampling, and the values of all traced options
-    that are on. Inputs can differ between calls. The program generates the same tokens as `generate`. `max_new_tokens`
-    is also an input; it is capped at the value in `cfg`, which sets the size of the arrays.
+    that are on. Inputs can differ between calls. The program generates the same tokens as `generate`, except
+    that rounding may differ in 16-bit dtypes. `max_new_tokens` is also an input; it is capped at the value in `cfg`,
+    which sets the size of the arrays.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. The program takes parameters as an argument.

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxgen.control import alike
 from jaxgen.errors import InputError
 from jaxgen.model import workarounds
 from jaxgen.model.context import Context
@@ -74,7 +75,7 @@ class Int8:
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
-        out: jax.Array = _product(rows, self.values, context.divided, context.portable)  # pyright: ignore[reportAssignmentType]
+        out: jax.Array = _product(*alike(rows, self.values), context.divided, context.portable)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:

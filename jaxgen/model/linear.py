@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.control import alike
 from jaxgen.model import workarounds
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.weights import Weight
@@ -31,7 +32,7 @@ def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_C
     """Return `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F]."""
     if isinstance(weight, Weight):
         return weight.product(rows, context)
-    return _product(rows, weight, context.divided, context.portable)
+    return _product(*alike(rows, weight), context.divided, context.portable)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:

@@ -121,7 +121,10 @@ def allocate_slots(
     """
     batch, steps = mask.shape
     if cache.rows != batch:
-        raise InputError(f"the cache has {cache.rows} rows, but the input has {batch}")
+        raise InputError(
+            f"the cache has {cache.rows} rows, but the input has {batch}: of an output's cache, pass "
+            "out.cache.without_padding().kv"
+        )
     start = cache.length if cache_position is None else _first_slot(cache_position, batch) - cache.offset
     slots = row_order(mask, start)
     length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.control import cond
+from jaxgen.control import alike, cond
 from jaxgen.programs import cpu_flags
 from jaxgen.shapes import at_most
 
@@ -115,7 +115,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
         return lax.platform_dependent(change, *arguments, cpu=on_cpu, default=behind_barrier)
 
     run.defvjp(keep, gradients)
-    return run
+    return lambda *arguments: run(*alike(*arguments))
 
 
 # --- Products ---------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
     if prompts % cache.rows:
         raise InputError(
             f"the cache has {cache.rows} rows, but there are {prompts} prompts: the number of prompts must be a "
-            "multiple of the cache's rows"
+            "multiple of the cache's rows; pass an output's cache itself, not its kv, which may have more rows"
         )
     cache.kv.check_model(cfg.model)
     if (made := cache.kv.cache_dtype) != cfg.cache_dtype:

@@ -37,11 +37,14 @@ def rounded_prompts(
 ) -> int:
     """Return the number of prompts for which a program is compiled.
 
-    It is not rounded up if the caller's functions would see the additional rows, with `slots`, where most prompts wait,
-    or if the cache's keys and values would have to be copied.
+    It is not rounded up if the caller's functions would see the additional rows; with `slots`, where most prompts wait;
+    if the cache's keys and values would have to be copied; or with several processes, where one of them alone may lack
+    the memory.
     """
     rounded = rows_bucket(prompts)
     is_callers = extensions.processors or extensions.criteria or extensions.hook is not None
+    if mesh is not None and mesh.is_multi_process:
+        return prompts
     if cfg.slots is not None or is_callers or not isinstance(extensions.allowed, TokenAutomaton | None):
         return prompts
     if cache is not None and cache.rows > 1 and (cache.rows, cache.kv.rows) != (prompts, rows_on(mesh, rounded)):
