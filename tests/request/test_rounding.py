@@ -10,7 +10,7 @@ from jaxgen import GenerationConfig, InputError, StepHook, TokenAutomaton, gener
 from jaxgen.buckets import rows_bucket
 from jaxgen.programs import Programs
 from tests.support.compilations import compilations
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 from tests.support.streamers import Collector, RowCollector
 from tests.support.tokenizers import byte_level
 
@@ -84,7 +84,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = "values", "stop strings"
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
 def test_the_output_is_that_of_an_exact_call(name, exact):
     cfg = CFG.replace(**CASES[name])
     more = {"prefix_allowed_tokens_fn": automata()} if name == "grammars" else {}
@@ -101,7 +104,7 @@ def _arrays(out):
     return jax.tree.leaves((out.replace(cache=None), out.cache.tokens, out.cache.count, vars(out.to_hf())))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize("options", [{}, *slow({"num_return_sequences": 2, "do_sample": True})])
 def test_a_cache_is_continued_without_a_copy(options, exact):
     cfg = CFG.replace(**options)
     key = jax.random.key(1) if options else None
@@ -116,6 +119,7 @@ def test_a_cache_is_continued_without_a_copy(options, exact):
     np.testing.assert_array_equal(again.sequences[0], out.sequences[1])
 
 
+@pytest.mark.slow
 def test_a_cache_of_other_rows(exact):
     cache = prefill(PARAMS, IDS[:3], CFG)
     assert (cache.rows, cache.kv.rows) == (3, 4)
