@@ -133,7 +133,8 @@ def _generate(
         if traced:
             call = prepared(eager=False)
             return output(call, loop.decode(call.run, call.request, call.mode))
-        return run_fitting(partial(prepared, eager=True), lambda call: _run(call, streamer, cfg.max_time, calls))
+        run = partial(_run, streamer=streamer, seconds=cfg.max_time, calls=calls)
+        return run_fitting(partial(prepared, eager=True), run, streamer)
 
 
 @with_hints

@@ -72,12 +72,16 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 
 
-def run_fitting(prepare: Callable[..., Prepared], run: Callable[[Prepared], T]) -> T:
+def run_fitting(
+    prepare: Callable[..., Prepared], run: Callable[[Prepared], T], streamer: Streamer | RowStreamer | None = None
+) -> T:
     """Run a call with the number of prompts rounded up or, if this does not fit into memory, with that number itself.
 
-    `prepare(more_prompts=...)` prepares the call.
+    `prepare(more_prompts=...)` prepares the call. A `Streamer` first gets the prompts, only once.
     """
     prepared = prepare(more_prompts=True)
+    if streamer is not None and not has_methods(streamer, "put_row"):
+        cast(Streamer, streamer).put(prepared.ids)
     try:
         return run(prepared)
     except NotEnoughMemory:
@@ -120,8 +124,6 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
         return bool(seen.finished)
 
     state, progress = _start(run, prepared.request, mode=mode)
-    if streamer is not None and not by_row:
-        cast(Streamer, streamer).put(prepared.ids)
     finished, late = show(progress), False
     while not (finished or late):
         late = deadline is not None and time.monotonic() > deadline

@@ -152,6 +152,25 @@ def test_streamers_see_the_prompts_alone():
     assert by_row.rows == dict(enumerate(out.sequences[:, 5:].tolist()))
 
 
+def test_prompts_are_streamed_before_anything_is_compiled(looked_up):
+    streamer = Collector()
+    with pytest.raises(LookedUpError):
+        generate(PARAMS, IDS[:3], None, CFG, streamer=streamer)
+    np.testing.assert_array_equal(streamer.prompts, IDS[:3])
+
+
+def test_prompts_are_streamed_once_if_the_rounded_call_does_not_fit(monkeypatch):
+    expected = generate(PARAMS, IDS[:5], None, CFG).sequences
+    monkeypatch.setattr(programs, "PROGRAMS", Programs(9))
+    sizes = iter([100, 10, 10, 10])  # the rounded program for the prompts, and the exact programs
+    monkeypatch.setattr(programs, "bytes_taken", lambda compiled: next(sizes))
+    monkeypatch.setattr(programs, "SMALL", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 50)
+    streamer = Collector()
+    generate(PARAMS, IDS[:5], None, CFG, streamer=streamer)
+    np.testing.assert_array_equal(np.concatenate([streamer.prompts, streamer.tokens], axis=1), expected)
+
+
 class Hook(StepHook):
     def after(self, state, history, output):
         assert history.ids.shape[0] == 3
