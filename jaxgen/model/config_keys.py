@@ -83,7 +83,8 @@ IRRELEVANT = frozenset(
 
 # Keys with which some class in transformers (up to 5.24), published custom code or a quantized format changes a model's
 # results, by the values with which it does not (null never does). A key that only adds weights, such as biases, needs
-# no entry: the checkpoint's tensors must be exactly those of the model. A list is neutral if all its elements are.
+# no entry: the checkpoint's tensors must be exactly those of the model. A list is neutral if all its elements are; so
+# is an empty list.
 _BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (1,),
@@ -119,14 +120,14 @@ _BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
         "sliding_window_pattern _sliding_window_pattern global_attn_every_n_layers full_attention_interval",
     ),
     (
-        ([],),
+        (),
         # layers that differ from each other: Llama 4, Qwen2-MoE, LFM2, ...
         "mlp_only_layers moe_layers attn_layer_indices full_attn_idxs attention_types cross_attention_layers "
         "rope_scaling_layers num_attention_heads_per_layer layer_rope_theta kv_source_layers mrope_section",
     ),
-    (([], 1), "no_rope_layers"),  # 1 for each layer with RoPE
-    (([], "dense"), "mlp_layer_types"),
-    (([], "attention", "full_attention", "global"), "layers_block_type block_types attention_layers"),
+    ((1,), "no_rope_layers"),  # 1 for each layer with RoPE
+    (("dense",), "mlp_layer_types"),
+    (("attention", "full_attention", "global"), "layers_block_type block_types attention_layers"),
     (("full", "full_attention", "global", "causal"), "attention_type"),
     (
         (False,),
@@ -195,8 +196,8 @@ def neutral(key: str) -> tuple[Any, ...] | None:
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
-    """Return True if a value, or each element of a list, is one of `values`."""
-    if isinstance(value, list | tuple) and value:
+    """Return True if a value, or each element of a list (if any), is one of `values`."""
+    if isinstance(value, list | tuple):
         return all(is_neutral(element, values) for element in value)
     return any(_same(value, known) for known in values)
 

@@ -167,6 +167,8 @@ def test_keys_have_one_group():
         ("llm_config", {}, {"hidden_size": 9}),
         ("no_rope_layers", [1, 1], [1, 0]),
         ("no_rope_layers", [], 0),
+        ("mlp_only_layers", [], [1]),
+        ("swiglu_limits", [], [7.0]),
         ("sliding_window_pattern", 1, 6),
         ("full_attention_interval", 1, 4),
         ("mlp_layer_types", ["dense", "dense"], ["dense", "sparse"]),
