@@ -201,14 +201,17 @@ def _read(
         return {}, faults, []
     tensors, _, faults = find_tensors(path, ADAPTER_STEM)
     modules: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
+    is_base = not any(name.startswith(f"{_PREFIX}model.") for name in tensors)  # made for AutoModel, as in load_hf
     for name, tensor in tensors.items():
         own = name.removeprefix(_PREFIX)
+        if is_base and own.startswith(("layers.", "embed_tokens.")):
+            own = f"model.{own}"
         match, whole = _FACTOR.fullmatch(own), _WHOLE.fullmatch(own)
         if tensor.dtype not in DTYPES:
             faults.append(f"{tensor.file}: {name} has dtype {tensor.dtype}, wanted {', '.join(DTYPES)}")
-        elif match is not None and own != name:
+        elif match is not None and name.startswith(_PREFIX):
             modules[match[1]][match[2]] = tensor
-        elif whole is None or own == name or whole[1] not in (_EMBEDDING, _HEAD):
+        elif whole is None or not name.startswith(_PREFIX) or whole[1] not in (_EMBEDDING, _HEAD):
             faults.append(f"{tensor.file}: {name} is not a matrix of a low-rank update of a projection or the head")
         elif fault := _changed(tensor, weights[f"{_EMBEDDING if model.tie_word_embeddings else whole[1]}.weight"]):
             faults.append(f"{tensor.file}: {name} {fault}")
@@ -294,7 +297,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     for name in _REFUSED:
         if value := config.get(name):
             faults.append(f"{name}={shown(value)} is not offered: merge the adapter in PEFT, or train it without")
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         faults.append(f"bias={shown(config['bias'])} trains biases, which is not offered: merge the adapter in PEFT")
     return faults
 

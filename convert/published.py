@@ -36,7 +36,7 @@ def read_configs(
         names = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model", "use_cache"}
         generation = {name: value for name, value in config.items() if name in names}
     try:
-        options, ignored = usable_options(generation)
+        options, ignored = usable_options(GenerationConfig, generation)
         notes += [f"{source}: {note}" for note in ignored]
         cfg = GenerationConfig.from_hf(options, model=model)
     except (JaxgenError, TypeError) as error:

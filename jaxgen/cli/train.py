@@ -51,14 +51,13 @@ def train_and_save(options: argparse.Namespace) -> None:
         terminal.show(f"writing {options.out}")
         with new_directory(out, overwrite=options.overwrite) as directory:
             if options.save_adapter:
-                save_adapter(params, job.source.cfg, directory, base=options.model)
+                save_adapter(params, job.source.cfg, directory, base=_findable(options.model))
             else:
                 _write(params, job, directory)
             for name in (ENTRIES, CURVE):
                 shutil.copyfile(work / name, directory / name)
     terminal.write(f"{options.out} written, with {ENTRIES} and {CURVE}")
     if job.held_out is not None:
-        params = params if options.save_adapter else load_hf(out)[0]
         terminal.write(f"held-out loss after: {_held_out_loss(job, job.held_out, params):.4f}")
     size = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
     terminal.write(f"{work} ({size_text(size)}) has the last states: keep it to continue with more steps, or delete it")
@@ -95,6 +94,11 @@ def _check_out(options: argparse.Namespace) -> None:
         raise InputError(f"--model and --out are both {options.out}: choose another --out")
     with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
         raise _NothingToWriteYet
+
+
+def _findable(model: str) -> str:
+    """Return a name for the model that works in any working directory: a directory's full path, or a hub id."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _prepare(options: argparse.Namespace) -> _TrainJob:

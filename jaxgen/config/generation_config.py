@@ -188,8 +188,8 @@ class GenerationConfig(GenerationOptions):
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
         """Create a config from the contents of a generation_config.json, without transformers' bookkeeping fields.
 
-        A warning names the options that are left out: unknown ones, those that jaxgen does not support and that do not
-        change the tokens, and invalid sampling options such as `temperature=0.0` if `do_sample` is not true.
+        A warning names the options that are left out: unknown ones, unsupported ones that do not change the tokens, and
+        invalid ones that the decode mode does not read, such as `temperature=0.0` in greedy search.
 
         `eos_token_id` may contain ids outside the model's vocabulary, because some checkpoints have them. The
         constructor and `replace` reject such ids. An option in `config` that the decode mode does not read causes no
@@ -198,7 +198,7 @@ class GenerationConfig(GenerationOptions):
         Raises:
             ConfigError: a value is not allowed.
         """
-        fields, notes = usable_options(config)
+        fields, notes = usable_options(cls, config)
         if notes:
             warn(f"generation_config.json: {'; '.join(notes)}")
         result = cls()

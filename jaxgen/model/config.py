@@ -10,7 +10,7 @@ from jaxgen.errors import ConfigError, one_line, shown, warn
 from jaxgen.model import config_keys
 from jaxgen.model.config_fields import flag, one_of, positive, read_fields, whole
 from jaxgen.model.config_keys import DUAL_CHUNK, FIELDS
-from jaxgen.model.families import FAMILIES, Family
+from jaxgen.model.families import FAMILIES, NO_WINDOWS, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,8 +27,9 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 _DEFAULT_THETA = 10000.0  # in all of transformers' classes of these families, in all releases
-# Parameters of RoPE with which some architecture computes something else, and the values with which it does not
-_ROPE_NEUTRAL = {"partial_rotary_factor": 1, "mrope_section": None, "mrope_interleaved": False, "alpha": 1}
+# Parameters of RoPE with which some architecture computes something else, with their neutral values. The keys in
+# `config_keys.neutral` count here too.
+_ROPE_NEUTRAL = {"alpha": (1,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +197,11 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
         notes = [f"unknown keys are ignored, as in transformers: {one_line(', '.join(unknown), 500)}", *notes]
     if config.get(DUAL_CHUNK):
         notes.append(_dual_chunk(config[DUAL_CHUNK]))
+    if family.windows is NO_WINDOWS and config.get("sliding_window") and config.get("use_sliding_window") is None:
+        notes.append(
+            f"sliding_window={config['sliding_window']} is ignored, as in transformers: "
+            f"model_type {model_type} has no sliding windows"
+        )
     return model, notes
 
 
@@ -218,12 +224,16 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
     architectures = config.get("architectures") or [family.architecture]
     if not isinstance(architectures, list | tuple) or not any(name in architectures for name in known):
         problems.append(f"architectures must be a list with {' or '.join(known)}, got {shown(architectures)}")
-    problems += config_keys.refused(config)
+    rope = _errors(_read_rope, config)
+    model = (
+        None if problems or rope else values | {"qk_norm": family.qk_norm, "rope_theta": _read_rope(config)[0].theta}
+    )
+    problems += config_keys.refused(config, model)
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
         if config.get(key) not in (None, False):
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
             problems.append(f"{key}={shown(config[key])}: only model_type {', '.join(readers)} can have it")
-    return values, problems + _errors(_read_rope, config)
+    return values, problems + rope
 
 
 def _dual_chunk(chunks: Any) -> str:
@@ -278,10 +288,11 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[RopeConfig, list[str]]:
     values, problems = read_fields(fields, given)
     if rope_type == "llama3" and not problems and values["low_freq_factor"] >= values["high_freq_factor"]:
         problems.append("low_freq_factor must be less than high_freq_factor")
+    others = {name: _ROPE_NEUTRAL.get(name) or config_keys.neutral(name) for name in sorted(set(given) - set(fields))}
     problems += [
         f"{name}={shown(given[name])} is not implemented"
-        for name, neutral in _ROPE_NEUTRAL.items()
-        if name in given and given[name] != neutral
+        for name, neutral in others.items()
+        if neutral is not None and not config_keys.is_neutral(given[name], neutral)
     ]
     problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
     base, faults = read_fields({"rope_theta": positive()}, {"rope_theta": theta})
@@ -290,7 +301,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[RopeConfig, list[str]]:
         problems.append(f"rope_theta must be > 1, got {theta}")
     if problems:
         raise ConfigError("; ".join(problems))
-    ignored = sorted(set(given) - set(fields) - set(_ROPE_NEUTRAL))
+    ignored = [name for name, neutral in others.items() if neutral is None]
     if rope_type == "default" and "original_max_position_embeddings" in ignored:
         ignored.remove("original_max_position_embeddings")  # transformers writes it
     notes = (

@@ -3,8 +3,9 @@
 Each state is a directory, which gets its name once it is complete:
   states/40/arrays/      the arrays of the state after 40 steps; each process writes its part
   states/40/notes.json   what else is needed to continue
-  states/40/SHA256SUMS   the checksums of the other files, for `sha256sum -c` too
+  states/40/SHA256SUMS   the checksums of these files, for `sha256sum -c` too; the last line has their number
   states/40.partial/     unfinished or discarded; removed by the next write
+Anything else in these directories is left alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ from jax.experimental import multihost_utils
 from jaxgen.errors import InputError, warn
 
 _STATES, _ARRAYS, _NOTES, _SUMS = "states", "arrays", "notes.json", "SHA256SUMS"
+_STEP, _OWN = re.compile("[0-9]+"), re.compile(r"[0-9]+(\.discarded)?(\.partial)?")  # names of directories
 State = TypeVar("State")
 
 
@@ -39,20 +42,22 @@ def write_state(directory: Path, state: Any, step: int, notes: Mapping[str, Any]
     target = _folder(directory, step)
     partial, first = target.with_name(f"{step}.partial"), jax.process_index() == 0
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_way(partial)
+        partial.mkdir()
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
         writer.save(partial.absolute() / _ARRAYS, args=ocp.args.StandardSave(state), force=True)
     if first:
         (partial / _NOTES).write_text(json.dumps(notes), "utf-8")
-        sums = [f"{_sha256(partial / name)}  {name}\n" for name in _files(partial)]
-        (partial / _SUMS).write_text("".join(sums), "utf-8")
-        if target.exists():
-            _discard(target)
+        names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+        sums = [f"{_sha256(partial / name)}  {name}\n" for name in names]
+        (partial / _SUMS).write_text(f"{''.join(sums)}{_last_line(len(sums))}\n", "utf-8")
+        _make_way(target)
         partial.rename(target)
         kept = {str(number) for number in (step, *keep)}
-        for other in [folder for folder in target.parent.iterdir() if folder.name not in kept]:
-            _discard(other)
+        for other in _own(target.parent):
+            if other.name not in kept:
+                _discard(other)
     multihost_utils.sync_global_devices(f"state {step}")  # so that every process sees the same states
 
 
@@ -102,7 +107,10 @@ def read_state(directory: Path, step: int, like: State) -> State:
 
 def remove_states(directory: Path) -> None:
     """Remove the states that `write_state` wrote."""
-    shutil.rmtree(directory / _STATES, ignore_errors=True)
+    for folder in _own(directory / _STATES):
+        shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # other files are left
+        (directory / _STATES).rmdir()
 
 
 @contextlib.contextmanager
@@ -129,35 +137,51 @@ def _folder(directory: Path, step: int) -> Path:
 
 
 def _steps(directory: Path) -> list[int]:
-    states = directory / _STATES
-    return sorted(int(path.name) for path in states.iterdir() if path.name.isdecimal()) if states.is_dir() else []
+    return sorted(int(path.name) for path in _own(directory / _STATES) if _STEP.fullmatch(path.name))
+
+
+def _own(states: Path) -> list[Path]:
+    """Return the directories that `write_state` makes."""
+    found = states.iterdir() if states.is_dir() else ()
+    return [path for path in found if _OWN.fullmatch(path.name) and path.is_dir()]
+
+
+def _make_way(path: Path) -> None:
+    """Remove a directory of `write_state`. A file of another program with this name is renamed."""
+    if path.is_dir():
+        _discard(path)
+    elif path.exists():
+        path.rename(path.with_name(f"{path.name}.displaced"))
 
 
 def _discard(folder: Path) -> None:
     """Rename a state before removing it, so that a partly removed state is never read."""
-    if folder.name.isdecimal():
+    if _STEP.fullmatch(folder.name):
         folder = folder.rename(folder.with_name(f"{folder.name}.discarded.partial"))
     shutil.rmtree(folder)
 
 
-def _files(folder: Path) -> list[str]:
-    """Return the names of all files of a state, except that of its checksums."""
-    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return sorted(names - {_SUMS})
+def _last_line(files: int) -> str:
+    """Return the last line of the checksums, without which a truncated list would look like a short one."""
+    return f"# {files} files"
 
 
 def _fault(folder: Path, names: Collection[str] | None = None) -> str:
-    """Return what is wrong with a state's files, or an empty string. Check only the files in `names`, if given."""
+    """Return what is wrong with a state's files, or an empty string. Check only the files in `names`, if given.
+
+    Only files with a checksum count; a file system or another program may have added files.
+    """
     try:
-        lines = (folder / _SUMS).read_bytes().decode().split("\n")[:-1]
-    except (OSError, UnicodeError):
+        *lines, last, end = (folder / _SUMS).read_bytes().decode().split("\n")
+    except (OSError, ValueError):
         return f"{_SUMS} cannot be read"
+    if last != _last_line(len(lines)) or end:
+        return f"{_SUMS} is incomplete"
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    found = _files(folder)
-    if changed := sorted(set(found) ^ sums.keys()):
-        return f"{changed[0]} is {'not listed in ' + _SUMS if changed[0] in found else 'missing'}"
+    if missing := [name for name in (*sums, _NOTES) if name not in sums or not (folder / name).is_file()]:
+        return f"{missing[0]} is missing"
     try:
-        wrong = [name for name in (names or found) if _sha256(folder / name) != sums[name]]
+        wrong = [name for name in (names or sums) if _sha256(folder / name) != sums[name]]
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     return f"{wrong[0]} differs from its checksum" if wrong else ""

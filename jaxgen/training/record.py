@@ -151,11 +151,20 @@ class Meter:
 
 
 def check_finite(loss: float, step: int) -> None:
-    """Raise a `ConfigError` if training has diverged."""
-    if not np.isfinite(loss):
-        raise ConfigError(
-            f"training diverged: the loss is {loss} at step {step}; lower the learning rate or warm up for longer"
-        )
+    """Raise a `ConfigError` if a loss is not finite: training has diverged or, at step 0, cannot begin."""
+    if np.isfinite(loss):
+        return
+    if step > 0:
+        raise diverged(f"the loss is {loss} at step {step}")
+    raise ConfigError(
+        f"the held-out loss is {loss} before the first step: check that the checkpoint's weights are finite, or choose "
+        "a dtype with a larger range (float32)"
+    )
+
+
+def diverged(fault: str) -> ConfigError:
+    """Return the error for training that has diverged."""
+    return ConfigError(f"training diverged: {fault}; lower the learning rate or warm up for longer")
 
 
 def duration(seconds: float) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError, warn
 from jaxgen.training.checkpoint import intact_steps, read_notes, read_state, write_state
-from jaxgen.training.record import Evaluation, Meter, Record, check_finite
+from jaxgen.training.record import Evaluation, Meter, Record, check_finite, diverged
 
 
 class RunLog:
@@ -55,10 +56,9 @@ class RunLog:
     def count(self, step: int, state: Any, metrics: Any, tokens: int, *, report_every: int, save_every: int) -> None:
         """Count a step; then report, evaluate and save what is due."""
         self.meter.count(metrics, tokens)
-        if step % report_every == 0 or step == self.steps:
-            values, line = self.meter.report(step, metrics)
-            self.record.add(step, **values)
-            self.say(line)
+        is_due = step % report_every == 0 or step == self.steps
+        if is_due:
+            self._report(step, metrics)
         must_save = step % save_every == 0
         if self.evaluation is not None and self.evaluation.is_due(step, self.steps):
             loss = self._evaluate(self.evaluation, state, step)
@@ -67,6 +67,8 @@ class RunLog:
             must_save |= self.keeps_best and is_lowest
         finished = self.is_finished(step)
         if finished and step < self.steps:
+            if not is_due:
+                self._report(step, metrics)
             lowest = self.record.lowest()
             self.say(f"stopping after step {step}: the held-out loss has not been lower since step {lowest}")
         if self.directory is not None and (must_save or finished):
@@ -81,6 +83,11 @@ class RunLog:
         """Return the step of the saved state with the lowest held-out loss. It is None without `keep_best`."""
         return self.record.lowest(self.saved) if self.keeps_best else None
 
+    def _report(self, step: int, metrics: Any) -> None:
+        values, line = self.meter.report(step, metrics)
+        self.record.add(step, **values)
+        self.say(line)
+
     def _evaluate(self, evaluation: Evaluation, state: Any, step: int) -> float:
         jax.block_until_ready(state)  # on CPUs, two programs that communicate at the same time can deadlock
         with self.meter.paused():
@@ -90,10 +97,16 @@ class RunLog:
         return loss
 
     def _save(self, directory: Path, step: int, state: Any, finished: bool) -> None:
+        """Save a state, unless training has diverged: earlier states would be removed."""
+        pending = self.meter.pending()
+        for number, (loss, _) in enumerate(pending, step + 1 - len(pending)):
+            check_finite(loss, number)
+        if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state.params)):
+            raise diverged(f"parameters are infinite or NaN after step {step}")
         self.saved.append(step)
         newest, best = self.saved[-2:], self.best()
         self.saved = [saved for saved in self.saved if saved in newest or saved == best]
         notes = {"settings": self.settings, "step": step, "finished": finished}
-        notes |= {"record": self.record.entries, "pending": self.meter.pending()}
+        notes |= {"record": self.record.entries, "pending": pending}
         write_state(directory, state, step, notes, keep=self.saved)
         self.record.draw()

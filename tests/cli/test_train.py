@@ -154,10 +154,14 @@ class TestResult:
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
 
     @pytest.mark.slow
-    def test_updates_can_be_kept_as_an_adapter(self, run, checkpoint, data, tmp_path):
+    def test_updates_can_be_kept_as_an_adapter(self, run, checkpoint, data, tmp_path, monkeypatch):
         assert run(**LOW_RANK, eval_data=data)[0] == 0
-        status, err = run("--save-adapter", **LOW_RANK, out=tmp_path / "adapter", eval_data=data)
+        monkeypatch.chdir(checkpoint.parent)
+        adapter = LOW_RANK | {"model": checkpoint.name, "out": tmp_path / "adapter", "eval_data": data}
+        status, err = run("--save-adapter", **adapter)
         assert status == 0, err
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(checkpoint.resolve())
         assert held_out(err)[1] < held_out(err)[0]
         params, cfg = load_hf(checkpoint)
         attached = load_adapter(tmp_path / "adapter", params, cfg)
@@ -197,6 +201,17 @@ class TestResult:
         assert run("--overwrite", model=base)[0] == 0
         assert not (tmp_path / "out" / "generation_config.json").exists()
         assert load_hf(tmp_path / "out")[1].eos_token_id == eos
+
+    def test_a_hub_id_is_kept(self):
+        assert finetune._findable("owner/name@main") == "owner/name@main"
+
+    @pytest.mark.slow
+    def test_what_is_ignored_is_named_once(self, run, checkpoint, data, tmp_path):
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"a_new_key": 1}))
+        status, err = run(model=base, eval_data=data)
+        assert (status, err.count("a_new_key"), len(held_out(err))) == (0, 1, 2)
 
     @pytest.mark.slow
     def test_texts_without_an_end(self, run, checkpoint, data, tmp_path):

@@ -2,6 +2,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 import warnings
 
 import jax
@@ -13,7 +14,7 @@ from jaxgen import ConfigError, DisjunctiveConstraint, GenerationConfig, Phrasal
 from jaxgen.config.availability import normal_form
 from jaxgen.config.generation_config import warn_unused
 from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.option import Option
+from jaxgen.config.option import WARP, Option
 from jaxgen.errors import JaxgenWarning
 from tests.support.models import model_config
 
@@ -339,15 +340,51 @@ def test_unknown_options_of_a_file_are_named_in_one_warning():
     assert len(str(seen[0].message)) < 600
 
 
-def test_invalid_sampling_options_of_a_file_count_only_with_sampling():
-    for greedy in ({}, {"do_sample": False}, {"num_beams": 2}):
-        with pytest.warns(JaxgenWarning, match=r"temperature=0\.0 is ignored: only sampling reads it, and do_sample"):
-            cfg = GenerationConfig.from_hf({**greedy, "temperature": 0.0, "top_p": 0.5})
-        assert (cfg.temperature, cfg.top_p) == (1.0, 0.5)
-    with pytest.raises(ConfigError, match="temperature must be > 0"):
-        GenerationConfig.from_hf({"do_sample": True, "temperature": 0.0})
-    with pytest.raises(ConfigError, match="num_beams must be"):
-        GenerationConfig.from_hf({"num_beams": 0})
+# Values that other programs write for "off", but that transformers' classes reject.
+FOREIGN_OFF = {
+    "temperature": [0.0, -1], "top_h": [0.0, -1], "top_k": [-1], "top_p": [-1.0, 1.5], "min_p": [-1.0],
+    "typical_p": [0.0, -1.0], "epsilon_cutoff": [-1, 1.0], "eta_cutoff": [-1, 1.0],
+}  # fmt: skip
+
+
+def test_each_warper_has_a_foreign_value():
+    assert FOREIGN_OFF.keys() == {name for name, option in OPTIONS.items() if option.stage == WARP}
+
+
+@pytest.mark.parametrize(("name", "values"), FOREIGN_OFF.items(), ids=FOREIGN_OFF)
+def test_an_invalid_option_of_a_file_counts_only_if_the_mode_reads_it(name, values):
+    for value in values:
+        for mode, fields in (
+            ("greedy_search", {}), ("greedy_search", {"do_sample": False}), ("beam_search", {"num_beams": 2}),
+            ("greedy_search", {"do_sample": None}),
+        ):  # fmt: skip
+            note = re.escape(f"{name}={value!r} is ignored: {mode} does not read it")
+            with pytest.warns(JaxgenWarning, match=f"^generation_config.json: {note}$"):
+                cfg = GenerationConfig.from_hf({**fields, name: value, "max_new_tokens": 5})
+            assert cfg == GenerationConfig.from_hf({**fields, "max_new_tokens": 5})
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            GenerationConfig.from_hf({"do_sample": True, name: value})
+
+
+def test_an_invalid_option_that_another_mode_reads():
+    with pytest.warns(JaxgenWarning, match="length_penalty='x' is ignored: greedy_search does not read it; unknown"):
+        GenerationConfig.from_hf({"length_penalty": "x", "typo": 1})
+    with pytest.raises(TypeError, match="length_penalty must be"):
+        GenerationConfig.from_hf({"length_penalty": "x", "num_beams": 2})
+    with pytest.raises(ConfigError, match="top_k must be"):
+        GenerationConfig.from_hf({"penalty_alpha": 0.6, "top_k": -1})
+    choices = ("num_beams", "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit")
+    for name in (*choices, "dola_layers", "constraints", "force_words_ids"):
+        with pytest.raises((ConfigError, TypeError), match=name):
+            GenerationConfig.from_hf({name: -1, "temperature": 0.0})
+
+
+def test_null_in_a_file_means_that_an_option_is_not_set():
+    cfg = GenerationConfig.from_hf(dict.fromkeys(OPTIONS) | {"top_k": 50})
+    assert cfg == GenerationConfig()
+    for name in ("do_sample", "num_beams", "early_stopping"):
+        with pytest.raises((ConfigError, TypeError), match=f"{name} must be"):
+            GenerationConfig(**{name: None})
 
 
 @pytest.mark.parametrize(

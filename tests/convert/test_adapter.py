@@ -124,6 +124,19 @@ def test_fields_that_are_ignored_are_named_in_one_warning(tmp_path):
     np.testing.assert_array_equal(logits(attached), logits(plain))
 
 
+def test_an_adapter_of_a_base_model(tmp_path):
+    updates = factors(MODEL, 2, 0)
+    plain = load_adapter(write(tmp_path / "a", updates), PARAMS, CFG)
+    base = {name.removeprefix("model."): pair for name, pair in updates.items()}
+    patterns = {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "bias": None}
+    folder = write(tmp_path / "b", base, **patterns)
+    add(folder, {"embed_tokens.weight": np.asarray(PARAMS["model"]["embed_tokens"]["weight"])})
+    np.testing.assert_array_equal(logits(load_adapter(folder, PARAMS, CFG)), logits(plain))
+    both = write(tmp_path / "c", base | dict(list(updates.items())[:1]))
+    with pytest.raises(CheckpointError, match=r"layers\.\d.* has an update, and the model has no such matrix"):
+        load_adapter(both, PARAMS, CFG)
+
+
 def add(folder, tensors):
     """Add tensors to an adapter's file; their names lack PEFT's prefix."""
     file = folder / "adapter_model.safetensors"

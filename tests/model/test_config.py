@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -132,13 +133,113 @@ def test_keys_have_one_group():
         ("vision_config", {}, {"depth": 2}),
         ("embedding_multiplier", 1, True),
         ("alibi", False, 0),
+        ("llama_4_scaling_beta", 0, 0.1),
+        ("llama_4_scaling", {}, {"beta": 0.1}),
+        ("long_factor", None, [1.0]),
+        ("short_factor", None, [1.0]),
+        ("long_mscale", None, 1.2),
+        ("short_mscale", None, 1.2),
+        ("logits_mup_width_multiplier", 1.0, 0.25),
+        ("log_scaling_alpha", 0, 0.1),
+        ("log_scaling_n_floor", None, 128),
+        ("floor_scale", None, 8192),
+        ("loop_num_passes", 1, 2),
+        ("n_recurrent_layers", 0, 4),
+        ("H_cycles", 1, 2),
+        ("L_cycles", 1, 2),
+        ("total_ut_steps", 1, 4),
+        ("_sliding_window_pattern", 1, 6),
+        ("window_size", 0, 256),
+        ("attention_layers", ["global", "global"], ["global", "local"]),
+        ("attention_type", "full", "block_sparse"),
+        ("attn_config", {}, {"alibi": True}),
+        ("rotary_value", False, True),
+        ("rescale_embeddings", False, True),
+        ("unpadded_vocab_size", None, 50),
+        ("mup_anything", False, True),
+        ("mup_width", 1, 0.25),
+        ("use_logn_attn", False, True),
+        ("use_dynamic_ntk", False, True),
+        ("rope_pct", 1.0, 0.25),
+        ("rotary_emb_base", 10000, 500000),
+        ("interleaved_sliding_window", None, 4096),
+        ("language_config", {}, {"hidden_size": 9}),
+        ("llm_config", {}, {"hidden_size": 9}),
+        ("no_rope_layers", [1, 1], [1, 0]),
+        ("no_rope_layers", [], 0),
+        ("mlp_only_layers", [], [1]),
+        ("swiglu_limits", [], [7.0]),
+        ("sliding_window_pattern", 1, 6),
+        ("full_attention_interval", 1, 4),
+        ("mlp_layer_types", ["dense", "dense"], ["dense", "sparse"]),
+        ("layers_block_type", ["attention", "attention"], ["attention", "mamba"]),
+        ("activation_sparsity_pattern", [0.0, 0.0], [0.95, 0.0]),
+        ("quantization_config", {}, {"bits": 8}),
+        ("clip_qkv", False, 8.0),
+        ("local_attention", False, True),
+        # names in no list, which a pattern matches
+        ("x_multiplier", 1.0, 0.5),
+        ("x_multipliers", [1.0, 1.0], [1.0, 0.5]),
+        ("x_logits_scale", 1, 0.5),
+        ("rotary_percent", 1, 0.5),
+        ("x_softcap", 0.0, 30.0),
+        ("x_soft_cap_y", None, 30.0),
+        ("x_interleave_y", False, True),
+        ("x_mrope_y", False, True),
+        ("x_alibi_y", False, True),
+        ("is_bidirectional", False, True),
+        ("add_unit_offset", False, True),
+        ("x_attention_sinks", False, True),
     ],
 )
 def test_a_key_of_another_architecture_must_be_neutral(key, neutral, value):
     for config in (CONFIG, LLAMA, QWEN3, MISTRAL):
-        assert ModelConfig.from_hf(config | {key: neutral}) == ModelConfig.from_hf(config | {key: None})
+        assert ModelConfig.from_hf(config | {key: neutral}) == ModelConfig.from_hf(config)
         with pytest.raises(ConfigError, match=f"{key}=.* is not implemented"):
             ModelConfig.from_hf(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "other", "name"),
+    [
+        ("hidden_activation activation_function", "silu", "gelu", "hidden_act='silu'"),
+        ("norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon", 1e-6, 1e-5, "rms_norm_eps=1e-06"),
+        ("rotary_emb_base rope_base", 10000, 5e5, "rope_theta=10000.0"),
+        ("num_heads n_heads", 4, 8, "num_attention_heads=4"),
+        ("num_kv_heads n_kv_heads", 2, 4, "num_key_value_heads=2"),
+        ("query_pre_attn_scalar v_head_dim", 8, 256, "head_dim=8"),
+        ("attention_multiplier softmax_scale", 0.35355339, 0.0078125, "head_dim**-0.5=0.35355339059327"),
+        ("use_qk_norm qk_layernorm qk_norm", False, True, "qk_norm=False"),
+        ("unpadded_vocab_size", 97, 96, "vocab_size=97"),
+    ],
+)
+def test_another_name_must_have_the_value_of_the_model(keys, value, other, name):
+    for key in keys.split():
+        assert ModelConfig.from_hf(CONFIG | {key: value}) == ModelConfig.from_hf(CONFIG)
+        with pytest.raises(ConfigError, match=re.escape(f"{key}={other!r} is not implemented: it must equal {name}")):
+            ModelConfig.from_hf(CONFIG | {key: other})
+
+
+def test_another_name_does_not_replace_a_missing_key():
+    for key, other, value in (("rms_norm_eps", "norm_eps", 1e-5), ("hidden_act", "hidden_activation", "gelu")):
+        with pytest.raises(ConfigError, match=f"{other}=.* is not implemented: it must equal {key}="):
+            ModelConfig.from_hf(without(CONFIG, key) | {other: value})
+
+
+def test_the_norm_of_qwen3_may_be_named():
+    assert ModelConfig.from_hf(QWEN3 | {"use_qk_norm": True}) == ModelConfig.from_hf(QWEN3)
+    with pytest.raises(ConfigError, match="use_qk_norm=True is not implemented"):
+        ModelConfig.from_hf(LLAMA | {"use_qk_norm": True})
+
+
+def test_numbers_from_which_sizes_were_computed_are_ignored():
+    assert ModelConfig.from_hf(LLAMA | {"ffn_dim_multiplier": 1.3, "multiple_of": 256}) == ModelConfig.from_hf(LLAMA)
+
+
+def test_a_window_that_llama_does_not_have_is_named():
+    cfg, text = read_with_warning(LLAMA | {"sliding_window": 4096})
+    assert cfg == ModelConfig.from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": False})
+    assert text.endswith("sliding_window=4096 is ignored, as in transformers: model_type llama has no sliding windows")
 
 
 def test_attention_in_chunks_is_named_with_the_length_up_to_which_results_agree():
@@ -166,6 +267,14 @@ def test_parameters_of_rope_that_transformers_ignores(scaling, ignored):
         assert cfg == ModelConfig.from_hf(CONFIG | {key: without(scaling, ignored)})
         kind = scaling.get("rope_type", scaling.get("type"))
         assert text == f"config.json: {key} (rope_type {kind}): ignored, as in transformers: {ignored}"
+
+
+def test_neutral_parameters_of_rope_are_ignored():
+    neutral = {"llama_4_scaling_beta": 0, "partial_rotary_factor": 1.0, "alpha": 1.0, "mrope_interleaved": False}
+    neutral |= {"long_factor": None, "short_factor": None}
+    assert ModelConfig.from_hf(CONFIG | {"rope_scaling": YARN | neutral}) == ModelConfig.from_hf(
+        CONFIG | {"rope_scaling": YARN}
+    )
 
 
 def test_equal_rope_under_both_names():
@@ -254,6 +363,12 @@ def test_both_spellings_of_the_dtype():
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
         ({"rope_scaling": {**YARN, "alpha": 1000.0}}, "alpha=1000.0 is not implemented"),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not implemented"),
+        ({"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not implemented"),
+        ({"rope_scaling": {**YARN, "long_factor": [1.0]}}, "long_factor=.* is not implemented"),
+        ({"rope_scaling": {**YARN, "short_factor": [1.0]}}, "short_factor=.* is not implemented"),
+        ({"rope_scaling": {**YARN, "long_mscale": 1.2}}, "long_mscale=1.2 is not implemented"),
+        ({"rope_scaling": {**YARN, "short_mscale": 1.2}}, "short_mscale=1.2 is not implemented"),
         ({"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section=.* is not implemented"),
         ({"rope_scaling": without(LLAMA3, "low_freq_factor")}, "low_freq_factor"),
         ({"rope_scaling": without(LLAMA3, "original_max_position_embeddings")}, "original_max_position_embeddings"),
@@ -289,7 +404,12 @@ def test_faults_of_every_kind_are_reported_together():
         (CONFIG | {"attention_bias": False, "sliding_window": 7}, (True, False, False), False, (None, None)),
         (LLAMA, (False, False, False), False, (None, None)),
         (LLAMA | {"attention_bias": True}, (True, True, False), False, (None, None)),
-        (LLAMA | {"mlp_bias": True, "sliding_window": 7}, (False, False, True), False, (None, None)),
+        (
+            LLAMA | {"mlp_bias": True, "sliding_window": 7, "use_sliding_window": False},
+            (False, False, True),
+            False,
+            (None, None),
+        ),
         (QWEN3, (False, False, False), True, (None, None)),
         (
             QWEN3 | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},

@@ -4,6 +4,7 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from jaxgen import InputError
 from jaxgen.errors import JaxgenWarning
-from jaxgen.training.checkpoint import intact_steps, newest_notes, read_state, write_state
+from jaxgen.training.checkpoint import intact_steps, newest_notes, read_state, remove_states, write_state
 
 STATE = {"weight": jax.random.normal(jax.random.key(0), (40, 50)), "step": jnp.int32(3)}
 LIKE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
@@ -92,6 +93,41 @@ def test_a_damaged_state_is_replaced(directory):
     assert intact_steps(directory) == [1, 2]
     write_state(directory, STATE, 5, {"step": 5}, keep=[2])
     assert steps(directory) == ["2", "5"]
+
+
+def test_other_files_are_left_alone(directory):
+    states = directory / "states"
+    for name in ("9", "٣", ".DS_Store", "2/.nfs0001", "2/arrays/.DS_Store", "notes.partial"):
+        (states / name).write_text("x")
+    (states / "backup").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert intact_steps(directory) == [1, 2]
+    assert newest_notes(directory) == {"step": 2}
+    write_state(directory, STATE, 3, {"step": 3}, keep=[2])
+    others = [".DS_Store", "9", "backup", "notes.partial", "٣"]
+    assert steps(directory) == sorted(["2", "3", *others])
+    assert (states / "2" / ".nfs0001").exists()
+    remove_states(directory)
+    assert steps(directory) == sorted(others)
+
+
+@pytest.mark.parametrize("name", ["9", "9.partial"])
+def test_a_file_with_the_name_of_a_state_is_renamed(directory, name):
+    (directory / "states" / name).write_text("x")
+    write_state(directory, STATE, 9, {"step": 9}, keep=[2])
+    assert steps(directory) == ["2", "9", f"{name}.displaced"]
+    assert (directory / "states" / f"{name}.displaced").read_text() == "x"
+    assert intact_steps(directory) == [2, 9]
+
+
+def test_a_list_of_checksums_that_lacks_lines_is_found(directory):
+    sums = directory / "states" / "2" / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    for part in (lines[:-1], lines[1:], lines[:2], []):
+        sums.write_text("".join(part))
+        with pytest.warns(JaxgenWarning, match="SHA256SUMS (is incomplete|cannot be read)"):
+            assert intact_steps(directory) == [1]
 
 
 def test_checksums_are_those_of_sha256sum(directory):

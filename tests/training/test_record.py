@@ -9,6 +9,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,8 +18,9 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.training import record as module
 from jaxgen.training.curve import curve
 from jaxgen.training.dataset import Example, pack, shuffled
-from jaxgen.training.loop import TrainConfig, train
+from jaxgen.training.loop import Metrics, TrainConfig, TrainState, train
 from jaxgen.training.record import Evaluation, Meter, Record, duration
+from jaxgen.training.run_log import RunLog
 from tests.support.models import model_config, random_params
 
 MODEL = model_config(tie_word_embeddings=True, num_hidden_layers=1)
@@ -172,6 +174,33 @@ class TestBest:
     def test_a_held_out_loss_that_is_not_finite(self, tmp_path):
         with pytest.raises(ConfigError, match="training diverged: the loss is nan at step 2"):
             run(tmp_path, Losses([5.0, float("nan")]))
+        with pytest.raises(ConfigError, match="the held-out loss is nan before the first step: check"):
+            run(tmp_path / "b", Losses([float("nan")]))
+
+    def test_the_record_of_a_run_that_stops_early_has_its_last_steps(self, tmp_path):
+        run(tmp_path, Losses([5.0, 4.0, 4.5]), patience=1)
+        assert [(entry["step"], "loss" in entry) for entry in entries(tmp_path)[-2:]] == [(4, False), (4, True)]
+        steps = [entry["step"] for entry in entries(tmp_path) if "loss" in entry]
+        assert steps == [3, 4]
+
+    @pytest.mark.parametrize(
+        ("loss", "weight", "fault"),
+        [
+            (float("nan"), 1.0, "the loss is nan at step 2"),
+            (1.0, float("inf"), "parameters are infinite or NaN after step 3"),
+        ],
+    )
+    def test_a_state_of_a_run_that_has_diverged_is_not_saved(self, tmp_path, loss, weight, fault):
+        log = RunLog(9, tmp_path, "", None, None)
+        state = TrainState.create({"weight": jnp.ones(3)}, CFG)
+        log.begin(state)
+        often = {"report_every": 100, "save_every": 1}
+        log.count(1, state, Metrics(*np.ones(4)), 7, **often)
+        log.count(2, state, Metrics(loss, *np.ones(3)), 7, report_every=100, save_every=100)
+        worse = state.replace(params={"weight": jnp.array([1.0, 1.0, weight])})
+        with pytest.raises(ConfigError, match=f"training diverged: {fault}; lower the learning rate"):
+            log.count(3, worse, Metrics(*np.ones(4)), 7, **often)
+        assert saved(tmp_path) == [1]
 
 
 class TestContinuing:
