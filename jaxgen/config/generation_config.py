@@ -88,9 +88,7 @@ class GenerationConfig(GenerationOptions):
     docs/options.md lists the options; their records are in `jaxgen.config.generation_options`. Fields from later
     releases default to None, which means off. Most options accept one value for all prompts or one value per prompt.
     Options that jaxgen recognizes but does not support are rejected. Only `from_hf` leaves them out, with a warning, so
-    that it can read every checkpoint's config.
-
-    `model` is the checkpoint's `ModelConfig`; `generate` needs it.
+    that it can read every checkpoint's config. `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
     >>> cfg = GenerationConfig(do_sample=True, temperature=0.7)
     >>> cfg.replace(temperature=1).temperature
