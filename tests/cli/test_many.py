@@ -114,6 +114,17 @@ class TestForms:
         warning = "jaxgen: warning: --min-new-tokens 20 cannot be reached with 12 new tokens\n"
         assert run(*drawn, "--min-new-tokens", 20) == (0, "", warning)
 
+    def test_the_answers_to_a_line_need_memory(self, run, refused, checkpoint, tmp_path, monkeypatch):
+        monkeypatch.setattr("jaxgen.cli.answer.write_answers", lambda *_, **__: None)
+        monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 50_000_000)
+        words = ("--model", checkpoint, "--input", tmp_path / "lines", "--max-new-tokens", 2, "--max-time", 1000)
+        for count in (2, 60_000):
+            lines = [{"prompt": "A", "do_sample": True, "n": count}, {"prompt": "B"}]
+            (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+            if count == 2:
+                assert run(*words) == (0, "", "")
+        assert "is free: try a smaller --num-return-sequences" in refused(*words)
+
     @pytest.mark.parametrize("form", [[], ["--max-time", 1000]])
     def test_a_warning_about_a_line_names_it(self, run, checkpoint, tmp_path, form):
         lines = [{"prompt": "A", "max_new_tokens": 1}, {"prompt": "B", "min_new_tokens": 20}]
