@@ -32,7 +32,7 @@ from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
 from jaxgen.cli.input_file import Line, check_vocabulary, prompt_ids, read_lines, stdin_bytes
-from jaxgen.cli.line_options import check_lines
+from jaxgen.cli.line_options import check_lines, in_batches
 from jaxgen.cli.many import write_answers
 from jaxgen.cli.memory import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
@@ -94,6 +94,15 @@ class _AnswerJob:
         width = max((len(line.ids) for line in self.lines), default=1)
         return max(1, min(self.slots or self.batch_size, len(self.lines))), width
 
+    @property
+    def largest_batch(self) -> tuple[int, int]:
+        """The number of prompts in the batch with the most answers, and the number of answers to each."""
+        if self.slots is not None or not self.lines:
+            return self.shape[0], 1
+        batches = in_batches(self.lines, self.indices, self.batch_size)
+        sizes = [(len(batch), self.lines[batch[0]].sequences(self.cfg)) for batch in batches]
+        return max(sizes, key=math.prod, default=(1, 1))
+
 
 def answer(options: argparse.Namespace) -> Stats:
     """Write the answers to stdout or to --output, and return the statistics.
@@ -106,11 +115,11 @@ def answer(options: argparse.Namespace) -> Stats:
         if job.lines and all(done[index] for index in job.indices):
             return stats
         if options.mesh is None:
-            rows, width = job.shape
+            (rows, answers), width = job.largest_batch, job.shape[1]
             rows *= 2 if job.cfg.on("guidance_scale") else 1  # negative prompts double the number of rows
             form = {"dtype": options.dtype, "quantize": options.quantize}
             cfg = job.cfg if job.slots is None else job.cfg.replace(slots=job.slots)
-            check_memory(job.source.path, cfg, rows, width, **form, assistant=job.assistant)
+            check_memory(job.source.path, cfg, rows, width, **form, answers=answers, assistant=job.assistant)
         start = time.perf_counter()
         session = _load(job, options, stats)
         stats.load = time.perf_counter() - start
@@ -134,9 +143,10 @@ def _note_no_streaming(cfg: GenerationConfig, options: argparse.Namespace) -> No
     names = ("num_return_sequences", "num_beams")
     given = [name for name in names if getattr(options, name) is None and getattr(cfg, name) > 1]
     if given:
-        sets = in_flags(" and ".join(f"{name}={getattr(cfg, name)}" for name in given))
+        sets = " and ".join(f"{name}={getattr(cfg, name)}" for name in given)
         remedy = in_flags(" ".join(f"{name}=1" for name in given))
-        terminal.say("note", f"the checkpoint sets {sets}: text appears when all is done; {remedy} streams one answer")
+        text = f"the checkpoint sets {sets}, so the text appears only at the end; to stream one answer, add {remedy}"
+        terminal.say("note", text)
 
 
 def _prepare(options: argparse.Namespace) -> _AnswerJob:
@@ -380,7 +390,7 @@ def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int], ow
     if prompt + new_tokens > context:
         raise InputError(
             f"the model's context is {context} tokens, and the prompt already has {prompt}: "
-            f"--max-new-tokens can be at most {context - prompt}"
+            f"{'--max-new-tokens' if own is None else 'max_new_tokens'} can be at most {context - prompt}"
         )
     return new_tokens
 

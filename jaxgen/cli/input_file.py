@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
-from jaxgen.engine.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, similar, source_of, unknown
-from jaxgen.errors import InputError, check_whole, shown
+from jaxgen.engine.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, check_count, hint, source_of, unknown
+from jaxgen.errors import InputError, JaxgenWarning, check_whole, shown, warn
 from jaxgen.model.config import ModelConfig
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ def read_lines(
 ) -> list[Line]:
     """Read a file, or stdin if `source` is "-".
 
-    Each line is a prompt or, if the first line begins with a brace, a prompt in the format of `generate_many`, as JSON.
+    Each line is a prompt or, if the first line is JSON, a prompt in the format of `generate_many`, as JSON.
     Empty lines are skipped. Raise an `InputError` if a line is invalid, or if there are no lines. `budget` maps a
     prompt's ids and its own `max_new_tokens` (None if it has none) to its maximum number of new tokens.
     """
@@ -61,12 +62,13 @@ def read_lines(
     lines = text_lines(f"--input {source}", data)
     if not lines:
         raise InputError(f"--input {source} has no prompt: write one per line")
-    as_json = lines[0][1].lstrip().startswith("{")
+    as_json = _is_json(lines[0][1])
     read: list[Line] = []
     numbers: dict[int, int] = {}  # from a line's index to its number
     for number, line in lines:
         with line_errors(source, number):
-            given = _entry(line) if as_json else {"prompt": line}
+            given = _entry(line) if as_json else {"prompt": _plain(line)}
+            check_count(given)
             index = check_whole("index", given.get("index", len(read)), 0, LARGEST_INDEX)
             if index in numbers:
                 raise InputError(f"index {index} is also the index of line {numbers[index]}: give each its own")
@@ -83,11 +85,16 @@ def read_lines(
 
 @contextlib.contextmanager
 def line_errors(source: str, number: int) -> Iterator[None]:
-    """Add the file and the line to errors that the block raises."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise InputError(f"--input {source}, line {number}: {error}") from error
+    """Add the file and the line to the errors that the block raises and to its warnings."""
+    where = f"--input {source}, line {number}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", JaxgenWarning)
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{where}: {error}") from error
+    for each in caught:
+        warn(f"{where}: {each.message}")
 
 
 def stdin_bytes() -> bytes:
@@ -102,9 +109,32 @@ def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
-            f"the text has the id {largest}, but the model has {model.vocab_size} tokens: the tokenizer or the ids "
+            f"the prompt has the id {largest}, but the model has {model.vocab_size} tokens: the tokenizer or the ids "
             "belong to another model"
         )
+
+
+def _is_json(line: str) -> bool:
+    """Return True if a file with this first line is JSON. A line that begins with a brace must be JSON."""
+    return line.lstrip().startswith("{") or isinstance(_parsed(line), str | list)
+
+
+def _parsed(line: str) -> Any:
+    """Return the value of a line of JSON; None if it is not valid JSON, or not an object, a string or a list."""
+    if line.lstrip()[:1] not in ("{", "[", '"'):
+        return None
+    with contextlib.suppress(InputError):
+        return parse_json(line)
+
+
+def _plain(line: str) -> str:
+    """Return a line of text; raise an error if it is a prompt in JSON."""
+    value = _parsed(line)
+    if isinstance(value, dict) and (found := [name for name in SOURCES if name in value]):
+        raise InputError(
+            f"this line is JSON with the field {found[0]}, but the first line is text: write all lines in one form"
+        )
+    return line
 
 
 def _entry(line: str) -> dict[str, Any]:
@@ -112,7 +142,7 @@ def _entry(line: str) -> dict[str, Any]:
     value = parse_json(line)
     if not isinstance(value, dict | str | list):
         raise InputError(
-            "each line must be an object, a string or a list of ids in JSON, because the first line begins with a brace"
+            "each line must be an object, a string or a list of ids in JSON, because the first line is JSON"
         )
     fields = as_fields(value)
     for name in fields:
@@ -121,8 +151,9 @@ def _entry(line: str) -> dict[str, Any]:
         if name in _OF_PYTHON:
             raise InputError(f"{name} is an object in Python, which a file cannot contain: {_OF_PYTHON[name]}")
     for name in unknown(fields):
-        if (near := similar(name)) is not None:
-            raise InputError(f"unknown option {shown(name)}: did you mean {near!r}? Put data of your own in metadata")
+        if (advice := hint(name)) is not None:
+            advice = advice if advice.endswith("?") else f"{advice}."
+            raise InputError(f"unknown option {shown(name)}: {advice} Put data of your own in metadata")
     source = source_of(fields)
     return {"prompt": fields.pop("text"), **fields} if source == "text" else fields
 

@@ -17,6 +17,7 @@ from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded
 from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
+from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.text.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
 # single automaton needs more.
 _STATES, _CLASSES = 4096, 1024
 _OF_ONE_LINE = ("index", "seed", "max_new_tokens")  # a batch has one value of these for each line
+_LENGTHS = {"max_new_tokens", "min_new_tokens", "min_length"}
 _IN_BATCHES = {*OF_HOST, *(name for name, option in OPTIONS.items() if option.kind.per_prompt)}
 
 
@@ -54,14 +56,17 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
     if slots:  # the form raises an error if engines do not support the config
         names = prompt_options(lines)
         form = Form(cfg, tokenizer, width_for(lines), names, entries_for(lines), KEY_IMPL)
-    warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
+    if others := [line for line in lines if not line.fields.keys() & _LENGTHS]:
+        lengths, budgets = zip(*((len(line.ids), line.budget) for line in others), strict=True)
+        warn_infeasible(cfg, np.asarray(lengths), np.asarray(budgets))
     for line in lines:
         if line.fields.keys() <= {"index"}:
             continue
         with line_errors(source, line.number):
+            _refuse_shared(line, slots)
             if form is not None:
                 form.read({"ids": line.ids, **line.fields}, 0)
-                if not line.fields.keys() & {"min_new_tokens", "min_length"}:
+                if not line.fields.keys() & _LENGTHS:
                     continue
             own, more = own_config(line, cfg, tokenizer)
             check_adapter(own.adapter, 0)  # the command attaches an adapter to all prompts
@@ -70,6 +75,17 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
             if (grammar := more.get("allowed")) is not None:
                 check_grammar(grammar, own, 1)
                 check_room(grammar, own, budget)
+
+
+def _refuse_shared(line: Line, slots: bool) -> None:
+    """Raise an error if a line sets an option that has one value for all lines, or that its answers cannot show."""
+    if "top_logprobs" in line.fields:
+        raise InputError("top_logprobs is not offered in lines: an answer has the log-probabilities of its own tokens")
+    possible = {*OF_HOST, *per_prompt_options()} if slots else _IN_BATCHES
+    for name in line.fields:
+        if name in OPTIONS and name not in possible:
+            advice = f"use --{name.replace('_', '-')}" if OPTIONS[name].command else "leave it out"
+            raise InputError(f"{name} has one value for all lines: {advice}")
 
 
 def own_config(line: Line, cfg: GenerationConfig, tokenizer: Tokenizer) -> tuple[GenerationConfig, dict[str, Any]]:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
         warnings.simplefilter("once", JaxgenWarning)  # each batch may cause the same warning
-        warnings.showwarning = lambda message, *_: terminal.say("warning", in_flags(str(message)))
+        warnings.showwarning = lambda message, *_: terminal.say("warning", _named(str(message)))
         try:
             with contextlib.suppress(SystemExit), _log(argv):  # --help and --version raise SystemExit
                 if argv[:1] == ["train"]:
@@ -178,13 +178,15 @@ def _shortened(error: JaxgenError) -> str:
     """Return the text of an error; for a `convert.CheckpointError`, only the first few problems."""
     problems = getattr(error, "problems", None)
     if problems is None:
-        text = str(error)
-        # In a file, options have the names of `GenerationConfig`.
-        in_a_file = "config.json" in text or _IN_A_LINE.match(text)
-        return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
+        return _one_line(_named(str(error)), LINE_WIDTH)
     shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _named(text: str) -> str:
+    """Return a message with flags instead of names of options, unless it is about a file, which contains names."""
+    return text if "config.json" in text or _IN_A_LINE.match(text) else in_flags(text)
 
 
 def _one_line(text: str, width: int) -> str:

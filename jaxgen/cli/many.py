@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from jaxgen.engine.engine import Engine
 from jaxgen.engine.fields import GRAMMARS
 from jaxgen.engine.many import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
-from jaxgen.errors import GenerationError
+from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
@@ -67,8 +68,10 @@ def write_answers(
     """
     left = [index for index in indices if not done[index]]
     with session.stats.generating(), contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", ".* cannot be reached with", JaxgenWarning)  # `check_lines` warned of it
         engine = None
-        terminal.show(f"{len(left):,} prompts: compiling, and answering the first")
+        terminal.show(f"{_count(len(left))}: compiling, and answering the first")
         if slots is None:
             answers = _in_batches(lines, indices, set(left), session, batch_size)
         else:
@@ -111,19 +114,26 @@ class _Progress:
 
     def summary(self) -> str:
         """Return the line that reports the end of the run."""
-        prompts, seconds = "1 prompt" if self.answered == 1 else f"{self.answered:,} prompts", self.seconds
+        seconds = self.seconds
         speed = f"{self.tokens / seconds:,.0f} tokens/s"
-        return f"answered {prompts}: {self.tokens:,} tokens in {_clock(seconds)}, {speed}, not counting compilation"
+        answered = f"answered {_count(self.answered)}: {self.tokens:,} tokens in {_clock(seconds)}"
+        return f"{answered}, {speed}, not counting compilation"
 
     def line(self) -> str:
         """Return the status line."""
-        seconds = self.seconds
+        seconds, spent = self.seconds, self.seconds
         done, tokens, used = self.before + self.answered, self.tokens, ""
         if self.engine is not None and self.slots is not None:
             counts = self.engine.counts()
             tokens, used = counts.tokens, f", {min(counts.occupancy / self.slots, 1):.0%} of {self.slots} slots in use"
-        left = seconds * (self.prompts - done) / self.answered
-        return f"{done:,} of {self.prompts:,} prompts, {tokens / seconds:,.0f} tokens/s{used}, {_clock(left)} left"
+        else:  # later batches may also have to be compiled, because their lines set other options
+            spent = time.monotonic() - self.began
+        left = spent * (self.prompts - done) / self.answered
+        return f"{done:,} of {_count(self.prompts)}, {tokens / seconds:,.0f} tokens/s{used}, {_clock(left)} left"
+
+
+def _count(prompts: int) -> str:
+    return "1 prompt" if prompts == 1 else f"{prompts:,} prompts"
 
 
 def _clock(seconds: float) -> str:

@@ -27,7 +27,15 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 
 
 def check_memory(
-    path: Path, cfg: GenerationConfig, prompts: int, width: int, *, dtype=None, quantize=None, assistant=None
+    path: Path,
+    cfg: GenerationConfig,
+    prompts: int,
+    width: int,
+    *,
+    answers: int = 1,
+    dtype=None,
+    quantize=None,
+    assistant=None,
 ) -> None:
     """Raise an `InputError` if the device lacks the memory for a checkpoint's weights and a call's caches.
 
@@ -35,6 +43,7 @@ def check_memory(
         path, assistant: the directories of the model and of the assistant (None if there is no assistant).
         cfg: as in `generate`, with `max_new_tokens` set.
         prompts, width: the number of prompts, and the number of tokens in the longest prompt.
+        answers: the minimum number of answers to each prompt that are decoded at a time.
         dtype, quantize: as in `load_hf`.
     """
     wanted = float_dtype(dtype)
@@ -45,7 +54,7 @@ def check_memory(
         dtype=wanted,
         quantize=quantize,
         prompts=prompts,
-        sequences=mode_of(cfg, assistant is not None).needs(cfg).sequences,
+        sequences=max(answers, mode_of(cfg, assistant is not None).needs(cfg).sequences),
         width=prompt_bucket(width),
         capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
         cache_dtype=cfg.cache_dtype,

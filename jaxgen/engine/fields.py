@@ -24,21 +24,42 @@ FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "metadata")
 # Options of a prompt that are not values in the compiled program.
 OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
 LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
+_CLOSE = 0.82  # `difflib`'s ratio from which a name is a misspelling
 _COMPILED = 64  # maximum number of cached grammars
 # Warpers that never remove the most likely token.
 _KEEP_FIRST = {"top_h", "top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
-# The names that other libraries use for options.
+LARGEST_COUNT = 65_536  # maximum number of sequences of a prompt, each of which takes memory on the host
+_TEMPLATE = "render the chat template yourself, with Tokenizer.render_chat, and pass its ids"
+# Names with a meaning in other libraries, without underscores: the option to use, or a sentence that says what to do.
 _ELSEWHERE = {
     "stop": "stop_strings",
-    "stop_token_ids": "eos_token_id",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "logit_bias": "sequence_bias",
-    "bad_words": "bad_words_ids",
-    "response_format": "json_schema",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
+    "stopsequences": "stop_strings",
+    "stoptokenids": "eos_token_id",
+    "ignoreeos": "set eos_token_id to null",
+    "maxtokens": "max_new_tokens",
+    "maxcompletiontokens": "max_new_tokens",
+    "maxoutputtokens": "max_new_tokens",
+    "mintokens": "min_new_tokens",
+    "numsamples": "n",
+    "nsamples": "n",
+    "bestof": "set n, and choose among the answers",
+    "seeds": "set seed, or n for several answers",
+    "temp": "temperature",
+    "greedy": "set temperature to 0",
+    "logitbias": "sequence_bias",
+    "badwords": "bad_words_ids",
+    "responseformat": "json_schema",
+    "schema": "json_schema",
+    "guidedjson": "json_schema",
+    "guidedregex": "regex",
+    "guidedchoice": 'use regex, such as "yes|no"',
+    "grammar": "use regex or json_schema",
+    "system": "write messages that begin with a system message",
+    "tools": _TEMPLATE,
+    "chattemplatekwargs": _TEMPLATE,
+    "enablethinking": _TEMPLATE,
+    "options": "make each option a field of the prompt",
+    "samplingparams": "make each option a field of the prompt",
 }
 
 
@@ -54,19 +75,30 @@ def unknown(fields: Collection[str]) -> list[str]:
     return [name for name in fields if name not in FIELDS and name not in OPTIONS]
 
 
-def similar(name: Any) -> str | None:
-    """Return the option that an unknown field probably stands for, or None."""
+def hint(name: Any) -> str | None:
+    """Return what to do about an unknown field that probably stands for an option; None for any other name."""
     word = str(name)[:100].lower().replace("-", "_")
-    near = difflib.get_close_matches(word, [*OPTIONS, "json_schema", "regex"], n=1, cutoff=0.8)
-    return _ELSEWHERE.get(word) or next(iter(near), None)
+    bare = word.replace("_", "")
+    names = [each for each in (*OPTIONS, *FIELDS) if each != "slots"]  # a prompt never has `slots`
+    same = [each for each in names if each.replace("_", "") == bare]
+    meant = _ELSEWHERE.get(bare)
+    if meant is None:
+        options = [each for each in names if each not in FIELDS or each in ("json_schema", "regex")]
+        meant = next(iter(same or difflib.get_close_matches(word, options, n=1, cutoff=_CLOSE)), None)
+    return f"did you mean {meant!r}?" if meant in (*OPTIONS, *FIELDS) else meant
 
 
 def refuse_unknown(fields: Collection[str]) -> None:
     """Raise an error for a field that prompts do not have."""
     for name in unknown(fields):
-        near = similar(name)
-        hint = f"did you mean {near!r}?" if near else "put data of your own in metadata"
-        raise ConfigError(f"unknown option {shown(name)}: {hint}")
+        raise ConfigError(f"unknown option {shown(name)}: {hint(name) or 'put data of your own in metadata'}")
+
+
+def check_count(fields: Mapping[str, Any]) -> None:
+    """Raise an error if a prompt's number of sequences is not a whole number, or is out of range."""
+    for name in ("n", "num_return_sequences"):
+        if name in fields:
+            check_whole(name, fields[name], 1, LARGEST_COUNT)
 
 
 def source_of(fields: Mapping[str, Any]) -> str:
@@ -113,6 +145,7 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
     for several in (("n", "num_return_sequences"), ("seed", "key"), GRAMMARS):
         if len(found := [name for name in several if name in fields]) > 1:
             raise InputError(f"{' and '.join(found)} exclude each other: pass one of them")
+    check_count(fields)
     if "n" in fields:
         fields["num_return_sequences"] = fields.pop("n")
     if "seed" in fields:
@@ -138,6 +171,11 @@ def with_own(
     if greedy:
         if fields.get("do_sample"):
             raise ConfigError("temperature=0 means greedy search, but do_sample is True: leave one of them out")
+        if (count := fields.get("num_return_sequences", cfg.num_return_sequences)) > 1 and cfg.num_beams == 1:
+            raise ConfigError(
+                f"temperature=0 means greedy search, which gives one answer, but {count} are asked for: set n to 1, or "
+                "leave temperature=0 out"
+            )
         fields |= {"temperature": None, "do_sample": False}
     if fields.get("output_logprobs", fields) is None:
         fields.setdefault("top_logprobs", 0)
@@ -166,7 +204,11 @@ def _automaton(name: str, value: Any, tokenizer: Tokenizer | None, vocab_size: i
     if not isinstance(value, str | Mapping) or (name == "regex" and not isinstance(value, str)):
         raise TypeError(f"{name} must be {'a string' if name == 'regex' else 'a JSON schema'}, got {shown(value)}")
     try:
-        return _compiled(name, value if isinstance(value, str) else json.dumps(value), tokenizer, vocab_size)
+        text = value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{name} must be a JSON schema: {error}") from error
+    try:
+        return _compiled(name, text, tokenizer, vocab_size)
     except JaxgenError as error:
         raise type(error)(f"{name}: {error}") from error
 

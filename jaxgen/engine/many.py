@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +16,7 @@ from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.fields import as_fields, refuse_unknown
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
-from jaxgen.errors import ConfigError, JaxgenError, shown
+from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.progress import progress_bar
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -51,7 +52,8 @@ def generate_many(
     Args:
         params: the parameters.
         prompts: the prompts. Each prompt is a string, a list of ids, or a dict of fields, as for `Engine.submit`. By
-            default, `index` is the prompt's position in the iterable.
+            default, `index` is the prompt's position in the iterable. In an iterable with a length, two prompts
+            with the same index are an error; in a list, before the first answer.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
@@ -63,14 +65,18 @@ def generate_many(
             `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field, or `progress` is True and
-            tqdm is not installed.
+        InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field or the index of another
+            prompt, or `progress` is True and tqdm is not installed.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
     most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
     sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most}
     is_shown, total = progress and jax.process_index() == 0, len(prompts) if isinstance(prompts, Sized) else None
+    if isinstance(prompts, Sequence):
+        collections.deque(_distinct(prompts), maxlen=0)  # raises an error before the first answer
+    elif total is not None:
+        prompts = _distinct(prompts)
     with (
         progress_bar(is_shown, "answering", total, "prompts") as add,
         Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made,
@@ -81,6 +87,16 @@ def generate_many(
                 yield from group
         else:
             yield from (completion for _, completion, _ in completions)
+
+
+def _distinct(prompts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the prompts; raise an error at a prompt that has the index of an earlier prompt."""
+    places: dict[int, int] = {}
+    for place, prompt in enumerate(prompts):
+        index = prompt.get("index", place) if isinstance(prompt, Mapping) else place
+        if isinstance(index, int | np.integer) and (first := places.setdefault(int(index), place)) != place:
+            raise InputError(f"prompt {place}: index {index} is also the index of prompt {first}: give each its own")
+        yield prompt
 
 
 def _counted(

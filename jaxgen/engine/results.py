@@ -240,7 +240,8 @@ class Handle:
         self._tell(news)
         with self._changed:
             self._telling -= 1
-            self._has_ended = not self._telling and all(sequence.reason for sequence in self._sequences)
+            # The last sequences begin last, so this usually ends at once.
+            self._has_ended = not self._telling and all(sequence.reason for sequence in reversed(self._sequences))
             self._wake()
 
     def _end(self, reason: StopReason) -> None:

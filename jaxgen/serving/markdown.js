@@ -9,7 +9,7 @@ function make(name, className = "", text = "") {
 }
 
 function within(element, nodes) {
-  element.append(...nodes);
+  for (const node of nodes) element.append(node); // as arguments of one call, many nodes would overflow the stack
   return element;
 }
 
@@ -52,7 +52,8 @@ const KINDS = [
 const INLINE = new RegExp([
   /\\(?<escaped>[!-\/:-@[-`{-~])/, // the quantifiers are bounded, so that the time is linear in the text's length
   /(?<!`)(?<ticks>`+)(?!`)(?<code>[^]{1,999}?)(?<!`)\k<ticks>(?!`)/,
-  /\*\*(?=\S)(?<strong>[^]{1,999}?)(?<=\S)\*\*/,
+  /(?<!\*)\*\*(?!\*\*)(?=\S)(?<strong>[^]{1,999}?)(?<=\S)\*\*(?!\*)/,
+  /(?<!\w)__(?=[^\s_])(?<thick>[^]{1,999}?)(?<=\S)__(?!\w)/,
   /(?<![\w*])\*(?=[^\s*])(?<star>[^*]{1,999})(?<=\S)\*(?![\w*])/,
   /(?<!\w)_(?=[^\s_])(?<line>[^_]{1,999})(?<=\S)_(?!\w)/,
   /!?\[(?<label>[^\[\]]{1,500})\]\((?<target>https?:\/\/[^\s<>()]{1,999})\)/,
@@ -63,14 +64,14 @@ function inline(text) {
   const nodes = [];
   let end = 0;
   for (const match of text.matchAll(INLINE)) {
-    const {escaped, code, strong, star, line, label, target, url} = match.groups;
+    const {escaped, code, strong, thick, star, line, label, target, url} = match.groups;
     nodes.push(text.slice(end, match.index));
     end = match.index + match[0].length;
     if (escaped) nodes.push(escaped);
     else if (code) nodes.push(make("code", "", code.replace(/^ (.*) $/s, "$1")));
     else if (label) nodes.push(...inline(label), " (", link(target), ")");
     else if (url) nodes.push(link(url));
-    else nodes.push(within(make(strong ? "strong" : "em"), inline(strong ?? star ?? line)));
+    else nodes.push(within(make(strong ?? thick ? "strong" : "em"), inline(strong ?? thick ?? star ?? line)));
   }
   return [...nodes, text.slice(end)];
 }
@@ -90,12 +91,13 @@ function blocksOf(text) {
   for (const line of text.split("\n")) {
     const mark = FENCE.exec(line)?.[1] ?? "";
     const next = fence || mark ? "code" : KINDS.find(([, pattern]) => pattern.test(line))?.[0] ?? "";
-    const joins = fence || (next === kind && next !== "heading") || (next === "text" && /list|quote/.test(kind));
+    const nested = next === "list" && /^\s{2}/.test(line) && blocks.at(-1)?.[0] === "list"; // also after empty lines
+    const joins = fence || nested || (next === kind && next !== "heading") || (next === "text" && /list|quote/.test(kind));
     if (joins && next) blocks.at(-1)[1] += `\n${line}`;
     else if (next) blocks.push([next, line]);
     if (!fence) fence = mark;
     else if (mark.startsWith(fence) && line.trim() === mark) fence = "";
-    kind = next === "code" ? "" : joins ? kind : next;
+    kind = next === "code" ? "" : joins && !nested ? kind : next;
   }
   return blocks;
 }

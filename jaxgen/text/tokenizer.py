@@ -274,8 +274,8 @@ class Tokenizer:
         ids = self.encode(text, add_special_tokens=False)
         if ids[: len(prefix)] != prefix:  # an answer may have been generated with other tokens than `encode` returns
             known = self.decode(prefix, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if text.startswith(known):
-                ids = [*prefix, *self.encode(text[len(known) :], add_special_tokens=False)]
+            if text.startswith(known) and (rest := self._continued(text[len(known) :], prefix, ids)) is not None:
+                ids = [*prefix, *rest]
         row = without_prefix(ids, prefix, number)
         if max_length is None:
             return row
@@ -283,6 +283,22 @@ class Tokenizer:
         if left < 1:
             raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
         return row[:left] if self.truncation_side == "right" else row[-left:]
+
+    def _continued(self, rest: str, prefix: list[int], ids: list[int]) -> list[int] | None:
+        """Encode the rest of a text after a prefix; None if the tokenizer encodes it differently there.
+
+        `ids` are those of the whole text. SentencePiece tokenizers add a space to the beginning of any text, which must
+        not come between the prefix and the rest. Then, the rest is encoded after a newline, which is removed again.
+        """
+        whole = self.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for before in ("", "\n"):
+            first = self.encode(before, add_special_tokens=False)
+            row = self.encode(before + rest, add_special_tokens=False)
+            told = [*prefix, *row[len(first) :]]
+            same = self.decode(told, skip_special_tokens=False, clean_up_tokenization_spaces=False) == whole
+            if row[: len(first)] == first and same:
+                return row[len(first) :]
+        return None
 
     def chat_prefix(
         self,

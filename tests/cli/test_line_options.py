@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError
+from jaxgen.cli import many
 from jaxgen.cli.input_file import read_lines
 from jaxgen.cli.line_options import (
     KEY_IMPL,
@@ -18,9 +19,13 @@ from jaxgen.cli.line_options import (
     prompt_options,
     table_sizes,
 )
+from jaxgen.cli.session import Session
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Flags
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.forms import Form
+from jaxgen.engine.results import Completion
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
 from tests.support.answers import kill_commands
 from tests.support.models import model_config
@@ -52,11 +57,12 @@ MAY_BE_SET = set(
     "repetition_penalty frequency_penalty presence_penalty bad_words_ids min_new_tokens min_length "
     "encoder_repetition_penalty forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty "
     "suppress_tokens begin_suppress_tokens forced_decoder_ids max_new_tokens stop_strings num_return_sequences "
-    "output_logprobs top_logprobs".split()
+    "output_logprobs".split()
 )
+RECORDS = ("output_logprobs", "top_logprobs")
 IN_BATCHES = {"do_sample": True, "output_logprobs": "logits"}  # other values, for beam search
 WARPERS = set("temperature top_h top_k top_p min_p typical_p epsilon_cutoff eta_cutoff".split())
-MAY_BE_SET_IN_BATCHES = MAY_BE_SET - WARPERS - {"top_logprobs"} | {"length_penalty", "guidance_scale"}
+MAY_BE_SET_IN_BATCHES = MAY_BE_SET - WARPERS | {"length_penalty", "guidance_scale"}
 
 
 def value_of(name: str):
@@ -80,16 +86,33 @@ def applied_in_slots(line) -> bool:
     without = form.read({"ids": line.ids, "index": 0}, 0)
     same = jax.tree.map(np.array_equal, with_option.options, without.options)
     changed = [key for key, value in same.items() if not all(jax.tree.leaves(value))]
-    attributes = ("budget", "sequences", "stop_strings", "logged", "top_logprobs")
+    attributes = ("budget", "sequences", "stop_strings", "logged")
     return bool(changed) or any(getattr(with_option, each) != getattr(without, each) for each in attributes)
+
+
+def applied_in_batches(line, name, monkeypatch) -> bool:
+    """Return True if the option changes the config of the program or, if it is about records, the answer."""
+    monkeypatch.setattr(many, "generate", lambda params, ids, keys, cfg, **_: cfg)
+
+    def reached(line):
+        session = many._of_batch(line, Session(None, BEAMS, None, TOK, None, {}))  # pyright: ignore
+        top = np.zeros([1, 1]), np.zeros([1, 1], np.int32)
+        done = Completion(0, 0, [1], [5], "", StopReason.EOS, LogProbs(np.zeros(1), *top))  # pyright: ignore
+        answer = many._entry(line, done, session)
+        return many._generate([line], session, None), {key: answer[key] for key in answer if key not in line.asked}
+
+    bare = line._replace(fields={"index": 0}, asked={}, budget=9)
+    (cfg, answer), (other_cfg, other_answer) = reached(line), reached(bare)
+    return answer != other_answer if name in RECORDS else cfg != other_cfg
 
 
 @pytest.mark.parametrize("cfg", [SAMPLING, BEAMS], ids=["slots", "batches"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_is_applied_or_refused(tmp_path, name, cfg):
+def test_every_option_is_applied_or_refused(tmp_path, monkeypatch, name, cfg):
     slots = cfg is SAMPLING
     value = value_of(name) if slots else IN_BATCHES.get(name, value_of(name))
-    (line,) = lines = lines_of(tmp_path, {"prompt": "A", name: value})
+    beside = {"output_logprobs": "logits"} if name == "top_logprobs" else {}
+    (line,) = lines = lines_of(tmp_path, {"prompt": "A", name: value} | beside)
     may_be_set = name in MAY_BE_SET if slots else name in MAY_BE_SET_IN_BATCHES
     if not may_be_set:
         with pytest.raises(InputError, match=f"--input lines, line 1: .*{name}"):
@@ -100,9 +123,8 @@ def test_every_option_is_applied_or_refused(tmp_path, name, cfg):
     if slots:
         assert applied_in_slots(line)
     else:
-        own = own_config(line, cfg, TOK)[0]
-        assert own != cfg or line.budget != 9
-        assert name not in [option.name for option in own.unread()]
+        assert applied_in_batches(line, name, monkeypatch)
+        assert name not in [option.name for option in own_config(line, cfg, TOK)[0].unread()]
 
 
 def test_fields_that_are_not_options(tmp_path):

@@ -204,11 +204,13 @@ class TestLength:
     def test_a_checkpoint_that_prevents_streaming(self, run, copy):
         config = {"num_return_sequences": 2, "num_beams": 2, "max_new_tokens": 3}
         (copy / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
-        note = "jaxgen: note: the checkpoint sets {}: text appears when all is done; {} streams one answer\n"
-        both = note.format("--num-return-sequences 2 and --num-beams 2", "--num-return-sequences 1 --num-beams 1")
+        note = (
+            "jaxgen: note: the checkpoint sets {}, so the text appears only at the end; to stream one answer, add {}\n"
+        )
+        both = note.format("num_return_sequences=2 and num_beams=2", "--num-return-sequences 1 --num-beams 1")
         assert run("--model", copy, "A")[2] == both
         assert run("--model", copy, "A", "--num-beams", 2)[2] == note.format(
-            "--num-return-sequences 2", "--num-return-sequences 1"
+            "num_return_sequences=2", "--num-return-sequences 1"
         )
         assert run("--model", copy, "A", "--num-beams", 2, "--num-return-sequences", 2)[2] == ""
         assert run("--model", copy, "A", "--num-beams", 1, "--num-return-sequences", 1) == (0, "BCD\n", "")

@@ -114,6 +114,25 @@ class TestForms:
         warning = "jaxgen: warning: --min-new-tokens 20 cannot be reached with 12 new tokens\n"
         assert run(*drawn, "--min-new-tokens", 20) == (0, "", warning)
 
+    def test_the_answers_to_a_line_need_memory(self, run, refused, checkpoint, tmp_path, monkeypatch):
+        monkeypatch.setattr("jaxgen.cli.answer.write_answers", lambda *_, **__: None)
+        monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 50_000_000)
+        words = ("--model", checkpoint, "--input", tmp_path / "lines", "--max-new-tokens", 2, "--max-time", 1000)
+        for count in (2, 60_000):
+            lines = [{"prompt": "A", "do_sample": True, "n": count}, {"prompt": "B"}]
+            (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+            if count == 2:
+                assert run(*words) == (0, "", "")
+        assert "is free: try a smaller --num-return-sequences" in refused(*words)
+
+    @pytest.mark.parametrize("form", [[], ["--max-time", 1000]])
+    def test_a_warning_about_a_line_names_it(self, run, checkpoint, tmp_path, form):
+        lines = [{"prompt": "A", "max_new_tokens": 1}, {"prompt": "B", "min_new_tokens": 20}]
+        (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        words = ("--model", checkpoint, "--input", tmp_path / "lines", "--max-new-tokens", 2, *form)
+        where = f"jaxgen: warning: --input {tmp_path / 'lines'}, line 2"
+        assert run(*words)[2] == f"{where}: min_new_tokens=20 cannot be reached with 2 new tokens\n"
+
     @pytest.mark.parametrize("words", [["--regex", "[A-Z]{20}"], ["--regex", "[A-Z]{20}", "--max-time", 5]])
     def test_a_constraint_that_is_too_long_is_refused_before_the_weights_are_read(
         self, refused, drawn, monkeypatch, words
@@ -179,7 +198,7 @@ def test_the_line_that_shows_progress(monkeypatch):
     assert shown == [
         "1,001 of 5,000 prompts, 6,000 tokens/s, 88% of 32 slots in use, 11:06:30 left",
         "1,002 of 5,000 prompts, 3,000 tokens/s, 88% of 32 slots in use, 11:06:20 left",
-        "1,001 of 5,000 prompts, 5 tokens/s, 22:13:00 left",
+        "1,001 of 5,000 prompts, 5 tokens/s, 33:19:30 left",  # later batches may also be compiled
     ]
     text = "answered 2 prompts: 200 tokens in 0:00:20, 10 tokens/s, not counting compilation"
     assert batches.summary() == text

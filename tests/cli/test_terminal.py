@@ -96,6 +96,35 @@ def test_what_is_typed_during_an_answer_appears_after_it(start, talking):
         assert terminal.echoes
 
 
+HIDING = """
+import time
+from jaxgen.cli.keyboard import hidden_typing
+with hidden_typing() as hide:
+    hide()
+    print("hidden", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_typed_text_appears_while_the_process_is_stopped(tmp_path):
+    shell = ["/bin/sh", "-c", 'set -m; "$@"; for time in 1 2; do echo stopped; read line; fg; done', "sh"]
+    with Terminal([*shell, sys.executable, "-c", HIDING], tmp_path, PYTHONPATH=str(ROOT)) as terminal:
+        terminal.wait_for("hidden")
+        for _ in range(2):
+            assert not terminal.echoes
+            terminal.type("\x1a")
+            terminal.wait_for("stopped")
+            assert terminal.echoes
+            terminal.type("\n")
+            end = time.monotonic() + 20
+            while terminal.echoes and time.monotonic() < end:
+                time.sleep(0.01)
+        assert not terminal.echoes
+        terminal.quit()
+        terminal.end()
+        assert terminal.echoes
+
+
 @pytest.mark.parametrize("columns", [12, 30, 60, 100, 200])
 def test_help_is_wrapped_between_words(monkeypatch, columns):
     monkeypatch.setattr(terminal, "columns", lambda: columns)

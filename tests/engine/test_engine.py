@@ -257,7 +257,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "do_sample": True, "temperature": 0}, ConfigError, "temperature=0 means greedy search, but"),
         ({"ids": [50], "temperature": 0, "typical_p": 0.5}, ConfigError, "greedy_search does not read typical_p=0.5"),
         ({"ids": [50], "temperature": 0, "length_penalty": 2.0}, ConfigError, "length_penalty is part of the program"),
-        ({"ids": [50], "temperature": 0, "n": 2}, ConfigError, "greedy_search has one result per prompt"),
+        ({"ids": [50], "temperature": 0, "n": 2}, ConfigError, "greedy search, which gives one answer, but 2"),
         ({"ids": [50], "seed": 3, "key": KEY}, InputError, "seed and key exclude each other"),
         ({"ids": [50], "seed": 2**32}, InputError, "seed must be from 0 to 4294967295"),
         ({"ids": [50], "regex": "a", "json_schema": {}}, InputError, "json_schema and regex exclude each other"),

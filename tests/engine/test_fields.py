@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxgen import ConfigError, TokenAutomaton, generate_many
-from jaxgen.engine.fields import similar, translated
+from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
+from jaxgen.engine.fields import hint, translated
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
 from tests.support.letters import PARAMS
 
@@ -29,7 +29,7 @@ def test_equal_prompts_in_different_forms():
         ({"text": "ab", "json_schema": schema} | seed, {"text": "ab", "allowed": automata["json_schema"]} | key),
     ]
     prompts = [prompt for pair in pairs for prompt in pair]
-    done = list(generate_many(PARAMS, prompts, KEY, SIMPLE, ordered=True, **SIZES))
+    done = list(generate_many(PARAMS, iter(prompts), KEY, SIMPLE, ordered=True, **SIZES))
     assert [completion.error for completion in done] == [None] * len(prompts)
     for one, other in zip(done[::2], done[1::2], strict=True):
         assert (one.ids, one.tokens) == (other.ids, other.tokens)
@@ -61,9 +61,62 @@ def test_an_unknown_field_is_an_error_for_all_prompts(field, hint):
 
 def test_names_that_users_give_to_their_own_data():
     own = "id source category label topic answer expected reference context question language model name title url date"
-    assert [name for name in own.split() if similar(name)] == []
-    for name in ("topK", "top-p", "max_new_token", "json_shema", "guided_regex", "Temperature"):
-        assert similar(name)
+    own += " sequences top_n slot score length"
+    assert [name for name in own.split() if hint(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        ("max_new_token maxTokens max_output_tokens", "max_new_tokens"),
+        ("top-p topP", "top_p"),
+        ("Temperature temp", "temperature"),
+        ("json_shema guided_json schema", "json_schema"),
+        ("guided_regex", "regex"),
+        ("num_samples n_samples", "n"),
+        ("stop stop_sequences", "stop_strings"),
+        ("metadata_ meta_data", "metadata"),
+        ("adapters", "adapter"),
+    ],
+)
+def test_names_that_mean_an_option(names, meant):
+    assert {hint(name) for name in names.split()} == {f"did you mean {meant!r}?"}
+
+
+def test_names_that_need_a_sentence():
+    names = "tools system chat_template_kwargs enable_thinking options sampling_params guided_choice grammar best_of"
+    names += " ignore_eos greedy seeds enableThinking"
+    for name in names.split():
+        assert not (hint(name) or "did you mean").startswith("did you mean")
+
+
+def test_a_schema_that_cannot_be_written_as_json():
+    for schema in ({"enum": {1, 2}}, {"type": object}):
+        with pytest.raises(TypeError, match="json_schema must be a JSON schema: "):
+            translated({"text": "a", "json_schema": schema}, TOK, 320, None)
+
+
+class Lazy:
+    """Prompts in a sized iterable that is not a list."""
+
+    def __init__(self, *prompts):
+        self.prompts = prompts
+
+    def __len__(self):
+        return len(self.prompts)
+
+    def __iter__(self):
+        return iter(self.prompts)
+
+
+@pytest.mark.parametrize("kind", [lambda *prompts: [*prompts], Lazy])
+def test_two_prompts_with_one_index(kind):
+    for first, index in (({"text": "a", "index": 1}, 1), ({"text": "a"}, 0)):
+        second = "b" if index else {"text": "b", "index": 0}
+        with pytest.raises(InputError, match=f"prompt 1: index {index} is also the index of prompt 0"):
+            list(generate_many(PARAMS, kind(first, second), KEY, SIMPLE, **SIZES))
+    same = iter([{"text": "a", "index": 4}, {"text": "b", "index": 4}])  # an endless iterable could not be compared
+    assert [done.index for done in generate_many(PARAMS, same, KEY, SIMPLE, **SIZES)] == [4, 4]
 
 
 def test_a_schema_is_compiled_once():

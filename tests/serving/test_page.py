@@ -14,11 +14,14 @@ SETTINGS = re.compile(r'<script type="application/json" id="settings">(.*?)</scr
 MARKDOWN = """\
 # Foxes
 A **fox** is a *small* animal: `a <b> c`, 2 * 3 * 4, snake_case_name, \\*plain\\* and **unclosed.
+***Both*** and __bold__
 
 3. third
    - nested _one_
 continued
 4. fourth
+
+   - loose
 
 > quoted
 > > twice
@@ -32,8 +35,10 @@ continued
 unclosed"""
 RENDERED = (
     "<h3>Foxes</h3><p>A <strong>fox</strong> is a <em>small</em> animal: <code>a &lt;b&gt; c</code>, 2 * 3 * 4, "
-    "snake_case_name, *plain* and **unclosed.</p>"
-    '<div><ol start="3"><li>third<ul><li>nested <em>one</em>\ncontinued</li></ul></li><li>fourth</li></ol></div>'
+    "snake_case_name, *plain* and **unclosed."
+    "\n<strong><em>Both</em></strong> and <strong>bold</strong></p>"
+    '<div><ol start="3"><li>third<ul><li>nested <em>one</em>\ncontinued</li></ul></li><li>fourth'
+    "<ul><li>loose</li></ul></li></ol></div>"
     "<blockquote><p>quoted</p><blockquote><p>twice</p></blockquote></blockquote><hr>"
     "<div><div>html<button>Copy</button></div><pre>&lt;b&gt;code&lt;/b&gt;\n  **indented**</pre></div>"
     "<p>docs (<a>https://example.org/a_b</a>) picture (<a>https://example.org/p.png</a>) "
@@ -290,7 +295,9 @@ class TestInABrowser:
         assert all(shown == target and target.startswith("https://") for shown, target, _ in links)
         assert {target for _, target, _ in links} >= {"https://evil.example", "https://example.org/f.png"}
 
-    @pytest.mark.parametrize("text", ["*a " * 8000, "**" * 12000, "`" * 8000 + "a`` " * 4000, "[" * 20000, "> " * 8000])
+    @pytest.mark.parametrize(
+        "text", ["*a " * 8000, "*a* " * 60000, "**" * 12000, "`" * 8000 + "a`` " * 4000, "[" * 20000, "> " * 8000]
+    )
     def test_hostile_markdown_takes_little_time(self, driver, tmp_path, text):
         self.live(driver, tmp_path)
         seconds = driver.execute_script(

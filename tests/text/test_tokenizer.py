@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxgen import Continuation, GenerateOutput
 from jaxgen.errors import ConfigError, InputError
@@ -669,6 +669,25 @@ class TestChatPrefix:
             tok.chat(chats, after=Continuation(None, None, cache.count))
         with pytest.raises(InputError, match="conversation 1 does not begin with"):
             tok.chat([chats[0], chats[0]], after=cache)
+
+    @pytest.mark.parametrize("rest", ["[INST]a", " hell", " a hell", "\nhe"])
+    def test_no_space_comes_between_a_cache_and_the_rest(self, rest):
+        tok = llama(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " hell"}]
+        cached = [*tok.encode("a", add_special_tokens=False), *map(tok.backend.token_to_id, ["▁", "he", "ll"])]
+        assert cached != tok.encode(tok.render_chat(chat), add_special_tokens=False)
+        chat.append({"role": "user", "content": rest})
+        (row,) = tok.chat([chat], after=cached).ids
+        assert tok.decode([*cached, *row]) == f"a hell{rest}"
+        whole = tok.encode(tok.render_chat(chat), add_special_tokens=False)
+        assert row.tolist() == whole[-len(row) :]
+
+    def test_a_rest_that_would_be_encoded_differently(self):
+        tok = llama(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+        tok.backend.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Prepend("▁")])
+        cached = [tok.backend.token_to_id(piece) for piece in ("▁", "he", "ll")]
+        with pytest.raises(InputError, match="conversation 0 does not begin with"):
+            tok.chat([[{"role": "user", "content": "hella"}]], after=cached)
 
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
