@@ -16,7 +16,8 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.text import chat_template
-from jaxgen.text.ids import id_list, prefixes_of, rows_of, without_prefix
+from jaxgen.text.continued import encode_after, prefixes_of
+from jaxgen.text.ids import id_list, rows_of
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_FILES, add_tokens, check_types, read_config
@@ -267,38 +268,7 @@ class Tokenizer:
         if not any(prefixes):
             return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
         pairs = enumerate(zip(rendered, prefixes, strict=True))
-        return self.pad([self._encode_after(text, prefix, number, max_length) for number, (text, prefix) in pairs])
-
-    def _encode_after(self, text: str, prefix: list[int], number: int, max_length: int | None) -> list[int]:
-        """Encode a conversation, and return the ids after the prefix."""
-        ids = self.encode(text, add_special_tokens=False)
-        if ids[: len(prefix)] != prefix:  # an answer may have been generated with other tokens than `encode` returns
-            known = self.decode(prefix, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if text.startswith(known) and (rest := self._continued(text[len(known) :], prefix, ids)) is not None:
-                ids = [*prefix, *rest]
-        row = without_prefix(ids, prefix, number)
-        if max_length is None:
-            return row
-        left = max_length - len(prefix)
-        if left < 1:
-            raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
-        return row[:left] if self.truncation_side == "right" else row[-left:]
-
-    def _continued(self, rest: str, prefix: list[int], ids: list[int]) -> list[int] | None:
-        """Encode the rest of a text after a prefix; None if the tokenizer encodes it differently there.
-
-        `ids` are those of the whole text. SentencePiece tokenizers add a space to the beginning of any text, which must
-        not come between the prefix and the rest. Then, the rest is encoded after a newline, which is removed again.
-        """
-        whole = self.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        for before in ("", "\n"):
-            first = self.encode(before, add_special_tokens=False)
-            row = self.encode(before + rest, add_special_tokens=False)
-            told = [*prefix, *row[len(first) :]]
-            same = self.decode(told, skip_special_tokens=False, clean_up_tokenization_spaces=False) == whole
-            if row[: len(first)] == first and same:
-                return row[len(first) :]
-        return None
+        return self.pad([encode_after(self, text, prefix, number, max_length) for number, (text, prefix) in pairs])
 
     def chat_prefix(
         self,

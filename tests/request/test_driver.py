@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from functools import partial
 
 import flax.struct
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jaxgen.decoding.loop import Decoded, Mode, Progress
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.request.driver import compile_for, has_methods, prefill_only, run_watched, run_whole
+from jaxgen.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from tests.support.compilations import compilations
 from tests.support.streamers import Collector, RowCollector
 from tests.support.trunk import prepared
@@ -72,7 +73,8 @@ def call(budget=(3, 7)):
 
 def test_steps_come_once_each_after_the_prompts():
     streamer = Collector()
-    decoded = run_watched(call(), streamer, None)
+    run = partial(run_watched, streamer=streamer, deadline=None)
+    decoded = run_fitting(lambda more_prompts: call(), run, streamer)
     assert streamer.prompts.tolist() == [[8, 9], [0, 7]]
     assert streamer.tokens.tolist() == [[*ROWS[0], 0, 0, 0, 0], ROWS[1]]
     assert decoded.lengths.tolist() == [3, 7]
