@@ -109,7 +109,7 @@ def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
-            f"the prompt has the id {largest}, but the model has {model.vocab_size} tokens: the tokenizer or the ids "
+            f"the id {largest} is not one of the model's {model.vocab_size} tokens: the tokenizer or the ids "
             "belong to another model"
         )
 

@@ -300,7 +300,7 @@ class TestInput:
             ('{"id": 3}', "line 1: a prompt must have exactly one of text, prompt, messages, ids: it has none of them"),
             ('{"prompt": "A", "text": "A"}', "exactly one of text, prompt, messages, ids: got text and prompt"),
             ('{"ids": [5, -1]}', 'line 1: "ids" must be a list of at least one token id, got [5, -1]'),
-            ('{"ids": [1000]}', "line 1: the prompt has the id 1000, but the model has 263 tokens"),
+            ('{"ids": [1000]}', "line 1: the id 1000 is not one of the model's 263 tokens"),
             (
                 '{"prompt": "A", "error": "x"}',
                 "error is a field of the answers: rename it, or put it in metadata",
