@@ -68,6 +68,7 @@ def _int8(weight):
     return Int8.from_matrix(np.asarray(weight), np.dtype(np.float32)) if weight.ndim == 2 else weight
 
 
+@pytest.mark.slow
 def test_old_keys():
     cfg = CFG.replace(do_sample=True, temperature=2.0)
     draw = jax.jit(lambda key: generate(PARAMS, IDS, key, cfg, attention_mask=MASK).sequences)

@@ -82,6 +82,7 @@ def test_each_program_is_loaded_once(tmp_path, checkpoint, use):
     assert loaded == [compiled[0], compiled[0]]  # a program that is looked up at every step would be counted again
 
 
+@pytest.mark.slow
 def test_without_the_cache(tmp_path, checkpoint):
     assert answer(tmp_path, checkpoint, "--no-compile-cache", "A") == ("BCDEFGHIJKLM\n", [3, 0])
     assert not list(tmp_path.iterdir())
