@@ -49,7 +49,7 @@ def run_generate(number):
 
 
 def run_prefill(number):
-    prefill(PARAMS, np.full((1 + number, 3), 7), CFG)
+    prefill(PARAMS, np.full((1, 3), 7), CFG.replace(prefill_chunk_size=1 + number))
 
 
 @pytest.mark.slow

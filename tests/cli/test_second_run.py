@@ -50,7 +50,8 @@ def answer(home: Path, checkpoint: Path, *words: object, stdin: str = "") -> tup
 def train(home: Path, checkpoint: Path) -> tuple[str, list[int]]:
     data = home / "data.jsonl"
     data.write_text('{"prompt": "A", "completion": "B"}\n' * 4)
-    words = ["--model", checkpoint, "--data", data, "--out", home / "tuned", "--steps", 3, "--overwrite"]
+    out = home / f"tuned{len(list(home.glob('tuned*')))}"
+    words = ["--model", checkpoint, "--data", data, "--out", out, "--steps", 3]
     return end(start(home, "train", *words))
 
 
