@@ -139,11 +139,11 @@ def test_early_exit_leaves_later_steps_at_zero():
 def test_the_cache_contains_all_but_the_last_token():
     out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
     assert out.cache.kv.prefix is None  # with one sequence per prompt, nothing is shared
-    assert out.cache.kv.length.tolist() == [2, 9]
+    assert out.cache.without_padding().kv.length.tolist() == [2, 9]
     drawn = CFG.replace(eos_token_id=[5], do_sample=True, num_return_sequences=2)
     several = count([[3], [7, 8, 9, 20]], drawn, jax.random.key(0))
-    assert several.cache.kv.prefix.length.tolist() == [1, 4]
-    assert several.cache.kv.length.tolist() == [1, 1, 5, 5]
+    assert several.cache.kv.prefix.length[:2].tolist() == [1, 4]
+    assert several.cache.kv.length[:4].tolist() == [1, 1, 5, 5]
 
 
 def test_padding_can_be_anywhere():
