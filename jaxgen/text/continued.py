@@ -49,7 +49,7 @@ def _without_prefix(row: list[int], prefix: list[int], number: int) -> list[int]
             "Begin with the same messages, tools and variables as in chat_prefix, or call chat without after"
         )
     if prefix and len(row) == len(prefix):
-        raise InputError(f"conversation {number} has no tokens besides the {len(prefix)} of after: add a message")
+        raise InputError(f"conversation {number} has no tokens after the {len(prefix)} of after: add a message")
     return row[len(prefix) :]
 
 

@@ -698,7 +698,7 @@ class TestChatPrefix:
             tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
         assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
         whole = tok.chat([USER]).ids[0]
-        with pytest.raises(InputError, match="conversation 0 has no tokens besides the"):
+        with pytest.raises(InputError, match="conversation 0 has no tokens after the"):
             tok.chat([USER], after=whole)
         with pytest.raises(InputError, match=f"token {len(whole)} differs"):
             tok.chat([USER], after=[*whole, 1])
