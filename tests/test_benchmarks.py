@@ -72,6 +72,7 @@ def medians(result: dict, name: str) -> dict[str, float]:
     return {program: found["figures"][name]["median"] for program, found in own.items() if name in found["figures"]}
 
 
+@pytest.mark.slow
 def test_figures_follow_from_the_times(model, tmp_path):
     result = run("decode", model, tmp_path, "--programs", "timed", "timed:slow", "timed:differs", "--rounds", "3")
     fast, slow, differs = (f"timed:{variant}:bfloat16" for variant in ("fast", "slow", "differs"))
@@ -134,6 +135,7 @@ def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
     assert message in f"{error.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -185,6 +187,7 @@ def test_a_program_looks_the_same_in_all_plots():
     assert len({(str(look["color"]), look["marker"]) for look in looks}) == len(names)
 
 
+@pytest.mark.slow
 def test_plots_have_plain_numbers(model, tmp_path):
     pytest.importorskip("matplotlib")
     programs = ["--rounds", "1", "--programs", "timed", "timed:slow"]

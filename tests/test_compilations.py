@@ -46,6 +46,7 @@ def test_fifty_requests_are_served_by_few_programs(longest, programs):
     assert count[0] <= programs
 
 
+@pytest.mark.slow
 def test_spelling_a_value_differently_compiles_nothing():
     base = GenerationConfig(model=MODEL, do_sample=True, top_k=5, temperature=0.5, max_new_tokens=4, pad_token_id=0)
     key, ids = jax.random.key(0), [[1, 2, 3]]

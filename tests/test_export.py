@@ -296,6 +296,7 @@ def test_without_flatbuffers(monkeypatch):
         export_generate(SHAPES, GREEDY, batch=2, prompt_width=6)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     file, weights = tmp_path / "demo.zip", tmp_path / "demo.safetensors"
     options = "--batch-size any --prompt-width 8 --max-new-tokens 4 --no-do-sample --platforms cpu --dtype float32"

@@ -60,6 +60,7 @@ def test_a_missing_package_is_named(monkeypatch):
         check_convert()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["script.py", "convert.py"])
 def test_a_script_beside_such_a_file_or_of_its_name(tmp_path, name):
     (tmp_path / "convert.py").write_text("raise SystemExit('the user\\'s file was executed')")

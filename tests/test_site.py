@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 pytest.importorskip("mkdocs")
+pytestmark = pytest.mark.slow  # CI runs this file in a stage of its own
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = re.compile(r"<(\w+)[^>]*?\s(?:href|src)=\"?([^\">\s]+)")

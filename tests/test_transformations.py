@@ -86,6 +86,7 @@ def test_old_keys():
         draw(jnp.zeros(2, jnp.int32))
 
 
+@pytest.mark.slow
 def test_old_keys_of_an_engine():
     cfg = GenerationConfig(model=CFG.model, do_sample=True, temperature=2.0, max_new_tokens=5)
     sizes = {"slots": 1, "prompt_width": 8, "prompt_options": ()}

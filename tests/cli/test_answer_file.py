@@ -48,6 +48,7 @@ def test_lines_are_there_as_soon_as_they_are_written(target, own):
     assert target.read_bytes() == WHOLE
 
 
+@pytest.mark.slow
 def test_whatever_a_kill_leaves_is_continued(target, own):
     left = partial(*range(PROMPTS - 1, -1, -1))
     for length in [*range(0, len(left), 23), len(left) - 1, len(left)]:
@@ -58,6 +59,7 @@ def test_whatever_a_kill_leaves_is_continued(target, own):
         target.unlink()
 
 
+@pytest.mark.slow
 def test_killed_writers_shards_at_once_and_full_disks(tmp_path):
     command = [sys.executable, "-m", "tests.support.answers", str(tmp_path), "30"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -78,6 +78,7 @@ def line_of(flag: str, value: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_values_that_are_refused(part):
     pairs = [(flag, value) for flag, values in VALUES.items() for value in values][part::4]

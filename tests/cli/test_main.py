@@ -35,6 +35,7 @@ def process(*arguments, **options) -> subprocess.Popen:
 
 
 class TestText:
+    @pytest.mark.slow
     def test_an_adapter(self, run, checkpoint, tmp_path):
         params, cfg = load_hf(checkpoint)
         adapter = write(tmp_path / "adapter", factors(cfg.model, 2, 0, ("lm_head",), scale=9.0))
@@ -166,6 +167,7 @@ class TestText:
         assert lines[0].startswith("jaxgen: stats: load ")
         assert lines[-1].startswith(f"jaxgen: stats: {tokens} tokens, ")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("prompt", ["", "Once upon a time"])
     def test_real_greedy_runs(self, run, data, prompt):
         runs = json.loads((data / "vectors" / "greedy-runs.json").read_text(encoding="utf-8"))
@@ -201,6 +203,7 @@ class TestLength:
         assert run("--model", copy, "ABC") == (0, "DEFGHIJKL"[:length] + "\n", "")
         assert run("--model", copy, "ABC", "--max-length", 5) == (0, "DE\n", "")
 
+    @pytest.mark.slow
     def test_a_checkpoint_that_prevents_streaming(self, run, copy):
         config = {"num_return_sequences": 2, "num_beams": 2, "max_new_tokens": 3}
         (copy / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -125,6 +125,7 @@ class TestForms:
                 assert run(*words) == (0, "", "")
         assert "is free: try a smaller --num-return-sequences" in refused(*words)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("form", [[], ["--max-time", 1000]])
     def test_a_warning_about_a_line_names_it(self, run, checkpoint, tmp_path, form):
         lines = [{"prompt": "A", "max_new_tokens": 1}, {"prompt": "B", "min_new_tokens": 20}]

@@ -135,6 +135,7 @@ class TestChat:
         (tmp_path / "other").write_text("")
         assert "exists: choose another name, or remove it" in say(f"A\n/save {tmp_path / 'other'}")[2]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("command", ["/reset", "/system S", "/load {other}"])
     def test_another_conversation_does_not_replace_a_file(self, say, tmp_path, command):
         file, other = tmp_path / "talk.json", tmp_path / "other.json"
@@ -210,6 +211,7 @@ class TestChat:
         assert (status, len(out.splitlines())) == (0, 3)
         assert counts[1:] == [0, 0]
 
+    @pytest.mark.slow
     def test_several_lines(self, say, monkeypatch):
         rendered = []
         render = Tokenizer.render_chat
@@ -222,6 +224,7 @@ class TestChat:
         assert say('one\\\ntwo\n"""\nthree\n\nfour\n"""\n')[0] == 0
         assert set(rendered) == {"one\ntwo", "three\n\nfour"}
 
+    @pytest.mark.slow
     def test_the_oldest_is_forgotten(self, say):
         status, out, err = say("A" * 300 + "\n" + "B" * 600 + "\n" + "C" * 300)
         assert (status, out) == (0, '!"#$\n' * 2)
@@ -537,6 +540,7 @@ def test_only_given_options_cause_warnings(run, copy):
     assert err == "jaxgen: warning: greedy_search does not read --top-k 3\n"
 
 
+@pytest.mark.slow
 def test_a_warning_is_printed_once(run, checkpoint, tmp_path):
     (tmp_path / "prompts").write_text("A\nB\nC\n")
     options = ("--input", tmp_path / "prompts", "--batch-size", 1, "--num-beams", 2, "--max-new-tokens", 2)

@@ -37,6 +37,7 @@ def test_help_and_mistakes_import_no_jax():
 SCRIPT = "import sys\nfrom jaxgen.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_users_files_are_not_imported(tmp_path, installed):
     work, scripts = tmp_path / "work", tmp_path / "bin"
@@ -78,6 +79,7 @@ def test_an_argument_in_utf_8_whatever_the_locale():
     assert options.parse([text]).prompt == "Erzähl"
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_there():
     environment = {**os.environ, "JAX_PLATFORMS": "foo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)

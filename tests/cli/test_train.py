@@ -226,6 +226,7 @@ def _is_target(name: str) -> bool:
 
 
 class TestRecord:
+    @pytest.mark.slow
     def test_the_record_and_its_picture_are_beside_the_weights(self, run, data, tmp_path):
         options = {"eval_data": data, "eval_every": 2, "report_every": 4, "steps": 6}
         status, err = run(**options)

@@ -54,6 +54,7 @@ def test_an_adapter_is_merged(qwen2, tmp_path):
     assert (process.returncode, "is quantized" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_as_a_process(qwen2, tmp_path):
     (qwen2 / "tokenizer.json").write_text("{}")
     with start(qwen2, tmp_path / "out", "--dtype", "bfloat16", "--check") as process:
@@ -87,6 +88,7 @@ def test_progress_is_reported_by_time(monkeypatch, capsys, on_terminal, shown):
     assert capsys.readouterr().err == shown
 
 
+@pytest.mark.slow
 def test_bad_input_as_a_process():
     with start("Qwen/Qwen2.5-0.5B-Instruct", "out") as process:
         out, err = process.communicate(timeout=60)
@@ -106,6 +108,7 @@ sys.exit(command.main())
 """
 
 
+@pytest.mark.slow
 def test_interrupted(qwen2, tmp_path):
     with start(qwen2, tmp_path / "out", program=("-c", READING)) as process:
         assert process.stdout.readline() == "reading\n"

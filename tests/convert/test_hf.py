@@ -566,6 +566,7 @@ def run(code: str, *arguments) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_importing_takes_no_torch_and_no_device():
     code = (
         "import sys, convert, convert.__main__\n"

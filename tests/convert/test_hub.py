@@ -244,6 +244,7 @@ def test_a_model_is_fetched_once_and_loads(fetch, hub, checkpoint):
     assert fetch("owner/model", HF_ENDPOINT=closed_port()) == [(kind, path)]
 
 
+@pytest.mark.slow
 def test_unavailable_models_are_one_line_errors(fetch, hub):
     expected = {
         "owner/absent": ("InputError", ["neither a directory nor a model on", hub.address, "HF_TOKEN"]),
@@ -268,6 +269,7 @@ def test_unavailable_models_are_one_line_errors(fetch, hub):
     assert not [name for name in hub.asked if name.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_without_a_connection(fetch):
     ((kind, text),) = fetch("owner/model", HF_ENDPOINT=closed_port())
     assert kind == "InputError"

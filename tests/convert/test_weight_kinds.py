@@ -112,6 +112,7 @@ def test_each_matrix_is_made(quantized):
             assert same(weight, Nibbles.from_matrix(matrix, np.dtype("float32")))
 
 
+@pytest.mark.slow
 def test_it_generates_what_its_matrices_do(quantized):
     params, cfg = quantized
     matrices = {name: jnp.asarray(w.to_matrix()) if isinstance(w, Nibbles) else w for name, w in flat(params).items()}

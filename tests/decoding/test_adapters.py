@@ -59,6 +59,7 @@ def test_each_row_has_its_adapter(params, options):
         np.testing.assert_array_equal(out.sequences[row * copies : (row + 1) * copies], alone.sequences)
 
 
+@pytest.mark.slow
 def test_dola_reads_the_head_of_the_adapter(tmp_path):
     updates = factors(MODEL, 2, 5, ("lm_head",), scale=1.0)
     params = load_adapter([write(tmp_path / "a", updates)], PARAMS, CFG)
@@ -83,6 +84,7 @@ def test_other_adapters_compile_nothing(params, tmp_path):
     assert count[0] == 0
 
 
+@pytest.mark.slow
 def test_a_cache_is_continued_with_its_adapter(params):
     cfg = CFG.replace(adapter=CHOSEN)
     cache = prefill(params, IDS[:, :4], cfg)

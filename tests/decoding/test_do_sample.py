@@ -48,6 +48,7 @@ def test_with_drafts():
     np.testing.assert_array_equal(plain.sequences, drafted.sequences)
 
 
+@pytest.mark.slow
 def test_new_values_compile_nothing():
     run = jax.jit(lambda cfg: generate(PARAMS, IDS, KEY, cfg).sequences)
     first = run(CFG.replace(do_sample=SAMPLES))

@@ -126,6 +126,7 @@ def test_errors_in_a_prefix_function_are_raised(function, error, message):
         generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=function)
 
 
+@pytest.mark.slow
 def test_a_prefix_function_under_jit():
     def run(params, function):
         return generate(params, IDS, None, CFG, prefix_allowed_tokens_fn=function).sequences
@@ -319,6 +320,7 @@ def test_a_grammar_per_prompt(storyteller):
     assert set(texts[3:]) <= {"one", "two"}
 
 
+@pytest.mark.slow
 def test_stop_strings_end_their_row(storyteller):
     params, cfg = storyteller
     cfg = cfg.replace(do_sample=False, max_new_tokens=60, temperature=1.0, top_p=1.0, top_k=50)

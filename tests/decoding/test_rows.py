@@ -180,6 +180,7 @@ def test_log_probabilities_of_the_tokens_that_are_appended(source):
     assert not np.asarray(push(run, unlogged, [7, 8], live=[True, False]).logprobs.logprobs).any()
 
 
+@pytest.mark.slow
 def test_all_tokens_are_the_cached_and_the_generated_ones():
     run, rows = begun_rows([[1], [7, 8, 9]])
     assert rows.all_tokens(6)[:, :3].tolist() == [[1, 0, 0], [7, 8, 9]]

@@ -110,6 +110,7 @@ def test_sequence_i_of_n_is_the_same_for_any_n_and_alone():
     assert len({tuple(generated(out, copy)) for copy in range(4)}) == 4
 
 
+@pytest.mark.slow
 def test_only_the_same_key_gives_the_same_tokens():
     cfg = CFG.replace(output_scores=True, output_logits=True)
     first, again, other = (generate(PARAMS, [PROMPTS[1]], jax.random.key(s), cfg).sequences.tolist() for s in (0, 0, 1))

@@ -537,6 +537,7 @@ def test_a_queue_that_is_full_and_an_engine_that_is_closed():
         list(handle)
 
 
+@pytest.mark.slow
 def test_threads_lose_nothing_and_get_nothing_twice(engine):
     wanted = {n: engine.submit([40 + n, 50], index=n).result(60) for n in range(8)}
     problems = []
@@ -588,6 +589,7 @@ def test_what_is_not_an_iterable_of_prompts(prompts):
         list(generate_many(PARAMS, prompts, KEY, CFG))
 
 
+@pytest.mark.slow
 def test_an_unbounded_iteration_is_read_as_needed():
     read = []
 

@@ -11,6 +11,7 @@ from tests.support.letters import PARAMS
 SIZES = SMALL | {"tokenizer": TOK, "prompt_width": 64, "slots": 4, "prompt_options": ["top_p"]}
 
 
+@pytest.mark.slow
 def test_equal_prompts_in_different_forms():
     regex, schema = "[a-c]{3}", {"enum": [12, 345]}
     automata = {

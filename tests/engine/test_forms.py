@@ -17,6 +17,7 @@ VOCAB = CFG.model.vocab_size
 FORM = Form(CFG, None, 8)
 
 
+@pytest.mark.slow
 def test_options_of_other_prompts_change_no_bit_of_a_prompt():
     assert {"top_h", "top_p", "sequence_bias", "forced_bos_token_id", "exponential_decay_length_penalty"} < FORM.own
     off = FORM.read([5], 0).options

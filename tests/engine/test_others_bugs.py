@@ -82,6 +82,7 @@ def test_no_token_is_lost_while_another_one_is_read(counting):
     assert slow == seen["a"] == seen["b"] == handle.result()[0].tokens == list(range(21, 33))
 
 
+@pytest.mark.slow
 def test_waiting_for_one_result_does_not_take_others(counting):
     """transformers: a thread that waited for one id took the results of others, and put them back at the end."""
     handles = [counting.submit([number], max_new_tokens=1 + number % 5) for number in range(1, 17)]

@@ -134,6 +134,7 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
         assert not index._coming
 
 
+@pytest.mark.slow
 def test_a_size_that_is_refused_and_a_hook():
     cfg = config()
     with pytest.raises(InputError, match=r"prefix_cache_bytes=10 is less than the \d+ bytes of 16 tokens"):

@@ -59,6 +59,7 @@ def test_too_many_classes_of_tokens_make_wait():
     assert table.transitions.shape == (64, 4)
 
 
+@pytest.mark.slow
 def test_stop_strings_join_and_leave():
     table = stop_table(TOK, VOCAB, 20)
 

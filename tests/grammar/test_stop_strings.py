@@ -281,6 +281,7 @@ def test_built_inside_of_a_jit_and_outside():
     assert inside(ids[:, 1:]).tolist() == [False]
 
 
+@pytest.mark.slow
 def test_qwen(data):
     tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
     strings = ["<|im_end|>", "\n\nQuestion:", "。", "stop", "👋"]

@@ -201,6 +201,7 @@ def test_an_eos_token_is_no_text(tok):
     assert not np.asarray(allowed(automaton, automaton.begin(1), marks(len(tok), a)))[0, a]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eos_of_rows", [False, True])
 def test_stack(tok, eos_of_rows):
     single = [automaton_of(grammar, tok) for grammar in ("(yes|no)!", SCHEMA, "[0-9]{1,3}")]

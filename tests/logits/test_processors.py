@@ -172,6 +172,7 @@ def without_ngrams(row, tokens, source, n):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, WIDTH, WIDTH + 1])
 def test_no_repeat_ngram_size(n):
     @check()
@@ -184,6 +185,7 @@ def test_no_repeat_ngram_size(n):
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_encoder_no_repeat_ngram_size(n):
     @check()
@@ -244,6 +246,7 @@ def test_repetition_penalties(scores, ids, length, prompt_length, penalty):
         np.testing.assert_array_equal(out[penalty == 1], scores[penalty == 1])
 
 
+@pytest.mark.slow
 @check()
 @given(SCORES, IDS, LENGTHS, LENGTHS, SIGNED, SIGNED)
 def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, frequency, presence):
@@ -289,6 +292,7 @@ def test_penalties_of_generated_tokens_end_a_repetition():
     assert generated(out, 1) == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_changing_a_penalty_compiles_nothing():
     model = model_config(num_hidden_layers=1)
     params, ids = random_params(model), [[1, 2, 3], [4, 5, 6]]

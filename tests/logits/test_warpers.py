@@ -96,6 +96,7 @@ def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
         np.testing.assert_array_equal(got, np.isfinite(row) & (wanted | (p >= 1)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
 def test_min_p_keeps_what_is_likely_enough(scores, p, keep):
@@ -138,6 +139,7 @@ def typical_row(row, mass, keep):
     return np.isfinite(row) & wanted
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0.015625, 0.984375, width=32), KEEP)
 def test_typical_keeps_what_a_stable_sort_keeps(scores, mass, keep):
@@ -154,6 +156,7 @@ def test_typical_takes_the_lowest_index_of_equally_near_tokens():
     assert kept(typical_p(scores, jnp.float32(0.01), 4))[0].tolist() == [True, True, True, False, True, False]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0, 0.984375, width=32), KEEP)
 def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
@@ -219,6 +222,7 @@ def test_a_value_per_row():
         assert np.any(together[0] != scores[0])
 
 
+@pytest.mark.slow
 def test_tokens_to_keep_may_be_more_than_there_are():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCAB)), jnp.float32)
     for warp in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):

@@ -107,6 +107,7 @@ def test_lefthash_looks_back_one_token_and_selfhash_over_its_window(scheme, widt
 # --- Marking ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_scheme
 def test_green_tokens_get_the_bias_and_others_nothing(scheme, width):
     rng = np.random.default_rng(0)
@@ -186,6 +187,7 @@ def drawn(cfg, rows, steps, peak=0.0):
     return np.asarray(jax.jit(lambda: jax.lax.scan(step, (ids, jnp.zeros(rows, jnp.int32)), keys))()[0][0])
 
 
+@pytest.mark.slow
 @each_scheme
 def test_marked_text_is_found_with_its_key_alone(scheme, width):
     cfg = config(scheme, width)
@@ -207,6 +209,7 @@ def test_a_part_of_marked_text_is_enough():
     assert WatermarkDetector(config("selfhash", 3))(text[:, 47:]).prediction.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("selfhash", 3)])
 def test_unmarked_text_is_detected_no_more_often_than_by_chance(scheme, width):
     rows, tokens = 6000, 200

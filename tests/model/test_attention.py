@@ -151,6 +151,7 @@ def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_bloc
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_one_query_are_its_products(dtype):
     """On a GPU, these sums replace the products."""
@@ -191,6 +192,7 @@ def test_weights_are_returned_only_where_they_are_wanted(small_blocks):
     np.testing.assert_allclose(blocks.swapaxes(1, 2)[sees], out.swapaxes(1, 2)[sees], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_of_training_does_not_grow_with_the_square_of_the_length():
     def bytes_of(steps: int) -> int:
         shape = jax.ShapeDtypeStruct((1, HEADS, steps, SIZE), jnp.float32)
@@ -263,6 +265,7 @@ def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
     assert most - work >= products * 2 * WINDOWED.head_dim * (300 * 300 - 100 * (100 + 200 + 300))
 
 
+@pytest.mark.slow
 def test_a_known_position_in_slots_that_rows_share(monkeypatch):
     """If rows share slots, a token's position differs from its slot."""
     monkeypatch.setattr(module, "_CAUSAL_BLOCK", 4)
@@ -277,6 +280,7 @@ def test_a_known_position_in_slots_that_rows_share(monkeypatch):
     np.testing.assert_allclose(logits(cache_position=3), logits(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
     """The form depends on the number of queries and the number of slots that they may see."""
     chosen = []

@@ -95,6 +95,7 @@ def test_select_reorders_the_rows_over_one_prefix_in_a_loop(dtype):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_insert_replaces_rows_and_leaves_out_numbers_out_of_range(dtype):
     cache, source = filled(4, 5, seed=1, dtype=dtype), filled(3, 5, seed=7, dtype=dtype)

@@ -86,6 +86,7 @@ def test_rows_continue_each_at_its_own_position():
         np.testing.assert_allclose(explicit.logits[b], alone, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_writing_at_an_earlier_position_discards_later_tokens():
     ids, other = tokens(2, 8), tokens(2, 3, 9)
     cache = run(ids, cache=KVCache.create(CFG, 2, 16)).cache
@@ -113,6 +114,7 @@ def test_rows_share_a_prefix(cfg):
     assert last.cache.total_length.tolist() == [10, 10, 10, 6, 6, 6]
 
 
+@pytest.mark.slow
 def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
     cache = run(tokens(2, 6), cache=KVCache.create(CFG, 2, 8)).cache
     with pytest.raises(InputError, match="8 slots"):
@@ -130,6 +132,7 @@ def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
     assert bool(jnp.all(jnp.isfinite(inside.logits)))
 
 
+@pytest.mark.slow
 def test_a_position_in_the_shared_prefix_is_an_error_or_nan_and_changes_nothing():
     prompt = run(tokens(1, 4), cache=KVCache.create(CFG, 1, 4)).cache
     cache = run(tokens(2, 3), cache=prompt.fork(2, 3)).cache
@@ -159,6 +162,7 @@ def test_embeddings_in_place_of_ids():
     np.testing.assert_allclose(out.logits, run(ids).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_positions_can_be_given():
     ids = tokens(1, 6)
     np.testing.assert_array_equal(run(ids, position_ids=jnp.arange(6)[None]).logits, run(ids).logits)
@@ -182,6 +186,7 @@ def test_hidden_states_and_attentions():
     assert run(ids).attentions is None
 
 
+@pytest.mark.slow
 def test_loss_is_the_mean_cross_entropy_of_shifted_labels():
     ids = tokens(2, 6)
     labels = ids.copy()
@@ -327,6 +332,7 @@ def test_a_cache_of_other_rows_is_refused():
         KVCache.create(CFG, 0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_norm_of_a_row_as_a_gpu_computes_it(dtype):
     norm, rng = RMSNorm(1e-6, dtype), np.random.default_rng(0)

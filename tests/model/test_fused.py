@@ -58,6 +58,7 @@ def test_donated_arrays_are_deleted():
     assert equal(fuse_projections(fused), fused)
 
 
+@pytest.mark.slow
 def test_low_rank_updates_are_left():
     params = random_params(MODEL)
     updates = lora.init(params, 2, jax.random.key(0), targets=("q_proj",))

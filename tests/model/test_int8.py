@@ -59,6 +59,7 @@ def test_the_order_of_operands_changes_no_bit(monkeypatch):
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.slow
 def test_a_row_of_zeros_and_a_row_that_is_not_a_number():
     weight, matrix = int8(jnp.bfloat16)
     x = rows(3, jnp.bfloat16).at[0].set(0).at[1, 5].set(jnp.nan)
@@ -70,6 +71,7 @@ def test_a_row_of_zeros_and_a_row_that_is_not_a_number():
     assert np.all(np.isnan(np.asarray(linear(jnp.full((20, D), jnp.nan, jnp.bfloat16), weight), np.float32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_alone_is_the_row_in_a_batch(dtype):
     weight, matrix = int8(dtype)
@@ -88,6 +90,7 @@ def test_rows_are_looked_up():
     assert np.all(np.isnan(found[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("count", [2, 20])
 def test_gradients_in_the_rows(dtype, count):

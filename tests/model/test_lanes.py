@@ -40,6 +40,7 @@ def test_product(columns, rows, dtype):
     np.testing.assert_array_less(np.abs(found - wide[0] @ wide[1].T), 1e-6 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_with_infinity_and_without_a_number(rows):
     weight = jnp.ones((8, 128), jnp.bfloat16)

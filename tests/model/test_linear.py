@@ -99,6 +99,7 @@ def test_a_weight_of_few_rows_is_the_right_operand():
     assert "reduce_precision" not in program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_look_up(dtype):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(11, 6)), dtype)

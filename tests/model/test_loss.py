@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxgen.model.loss import next_token_loss
 
@@ -10,6 +11,7 @@ def _loss(logits, labels):
     return next_token_loss(logits, jnp.asarray(labels))[0]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_loss_is_that_of_the_cross_entropy():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(2, 5, 40)) * 4, jnp.float32)
@@ -40,6 +42,7 @@ def test_a_confident_token_has_a_small_loss_wherever_the_logits_are():
     np.testing.assert_allclose(_loss(logits, [[-100, 2]]), np.log1p(3 * np.exp(-8.0)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_position_without_a_label_has_no_gradient_whatever_its_logits_are():
     logits = jnp.ones((1, 3, 4)).at[0, 1:].set(jnp.nan)
     gradient = jax.grad(_loss)(logits, jnp.asarray([[1, 2, -100]]))

@@ -28,6 +28,7 @@ def visibilities(draw):
     return Visibility(shaped[0], (shaped[1],), shaped[2], window)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(visibilities())
 def test_a_mask_is_the_rule_for_each_pair_and_its_span_leaves_nothing_out(seen):

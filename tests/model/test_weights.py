@@ -58,6 +58,7 @@ def low_rank(out: int, width: int, dtype: str = "float32") -> tuple[LowRank, np.
 
 
 class TestFace:
+    @pytest.mark.slow
     @pytest.mark.parametrize("tied", [False, True])
     def test_head_of_hidden_is_the_forward_pass(self, tied):
         cfg = model_config(tie_word_embeddings=tied)
@@ -113,6 +114,7 @@ class TestKinds:
         np.testing.assert_allclose(np.asarray(out[0], np.float64), matrix[[0, 39]], atol=tolerance)
         assert bool(jnp.all(jnp.isnan(out[1])))
 
+    @pytest.mark.slow
     def test_a_model_with_low_rank_updates_equals_the_merged_one(self):
         updates = lora.init(PARAMS, 2, jax.random.key(0))
         updates = jax.tree.map(lambda x: x + 0.1, updates)

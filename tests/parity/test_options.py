@@ -81,6 +81,7 @@ def sampling_config(group: dict, vocab: int) -> GenerationConfig:
     return cfg.replace(min_length=0) if cfg.on("min_new_tokens") else cfg  # as in generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "group"), list(groups()))
 def test_processed_scores_when_sampling(number, group):
     with np.load(GOLDENS / "441" / "options.npz") as arrays:

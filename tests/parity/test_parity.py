@@ -51,6 +51,7 @@ def test_logits(folder):
             np.testing.assert_allclose(cached, expected, rtol=0, atol=1e-4 * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", some(5, CHECKPOINTS), ids=named)
 def test_logits_of_a_left_padded_batch(folder):
     params, cfg = load(folder)
@@ -168,6 +169,7 @@ def sampling_cases():
         yield pytest.param(number, case, id=str(number), marks=[pytest.mark.slow] * (number % 16 != 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), list(sampling_cases()))
 def test_processed_scores_when_sampling(number, case):
     with np.load(GOLDENS / "441" / "sampling.npz") as arrays:

@@ -101,6 +101,7 @@ def compare(ours, expected, chance):
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
 def test_rows_with_options_of_their_own(name):
     for scores, row, options, static, expected, chance in batches(name):

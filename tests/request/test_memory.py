@@ -80,6 +80,7 @@ def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, 
     generate(params, ids, None, cfg)  # each program is checked only once
 
 
+@pytest.mark.slow
 def test_a_program_that_is_loaded_from_disk_is_checked_too(free):
     cfg, params, found = GenerationConfig(model=WIDE, max_new_tokens=8, pad_token_id=0), random_params(WIDE), []
     free(10**9)
@@ -97,6 +98,7 @@ def test_an_engine_too(free):
         Engine(params, cfg, slots=2, prompt_width=8)
 
 
+@pytest.mark.slow
 def test_importing_takes_no_device():
     code = (
         "import convert.hub, jaxgen.request.memory\n"

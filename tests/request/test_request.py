@@ -88,6 +88,7 @@ def test_guidance(scale):
     assert all_generated(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_is_unused_where_guidance_is_off():
     off = CFG.replace(guidance_scale=1.0)
     plain = all_generated(run(CFG))

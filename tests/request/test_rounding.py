@@ -142,6 +142,7 @@ def test_another_number_of_prompts_compiles_nothing():
     assert count[0] == 0
 
 
+@pytest.mark.slow
 def test_streamers_see_the_prompts_alone():
     cfg = CFG.replace(num_return_sequences=2, do_sample=True)
     by_step, by_row = Collector(), RowCollector()
@@ -159,6 +160,7 @@ def test_prompts_are_streamed_before_anything_is_compiled(looked_up):
     np.testing.assert_array_equal(streamer.prompts, IDS[:3])
 
 
+@pytest.mark.slow
 def test_prompts_are_streamed_once_if_the_rounded_call_does_not_fit(monkeypatch):
     expected = generate(PARAMS, IDS[:5], None, CFG).sequences
     monkeypatch.setattr(programs, "PROGRAMS", Programs(9))
@@ -182,6 +184,7 @@ def three(history, scores):
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
     [

@@ -132,6 +132,7 @@ class TestChat:
             assert value["kind"] in ("fox", "owl")
             assert 0 <= value["legs"] <= 9
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
     def test_tools_that_must_be_called(self, client, stream, choice):

@@ -351,6 +351,7 @@ def test_an_unsupported_keyword_is_refused_with_the_tool(city):
     assert verdict(Tools.of(tools, named("f"), None), written("f")) is True
 
 
+@pytest.mark.slow
 def test_calls_that_are_too_large_are_refused():
     def tools(length, choice):
         parameters = {"properties": {"text": {"type": "string", "maxLength": length}}, "required": ["text"]}

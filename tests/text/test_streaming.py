@@ -44,6 +44,7 @@ def pieces(tok: Tokenizer, ids, **kwargs) -> list[str]:
     return [*(stream.put(i) for i in ids), stream.end()]
 
 
+@pytest.mark.slow
 @TOKENIZERS
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.booleans(), st.booleans())
@@ -78,6 +79,7 @@ def test_qwen_valid_text_never_shows_half_a_character(qwen, text):
     assert not any("\ufffd" in piece for piece in pieces(qwen, ids))
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from([" ", " ", "'", ".", "n", "n't", "'m", "'s", "'ve", "'re", "x"]), max_size=16))
 def test_clean_up_in_pieces(parts):

@@ -84,6 +84,7 @@ def damage(directory: Path, step: int) -> None:
 
 
 class TestRecord:
+    @pytest.mark.slow
     def test_each_report_and_each_evaluation_is_an_entry(self, tmp_path):
         run(tmp_path)
         found = entries(tmp_path)
@@ -98,6 +99,7 @@ class TestRecord:
             assert entry["tokens_per_second"] > 0
         assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
 
+    @pytest.mark.slow
     def test_a_killed_run_has_the_record_of_one_that_was_not(self, tmp_path):
         whole = run(tmp_path / "whole")
         with pytest.raises(KeyboardInterrupt):
@@ -126,6 +128,7 @@ class TestBest:
         last = Losses()
         assert_equal(run(tmp_path / "last", last), last.seen[6])
 
+    @pytest.mark.slow
     def test_a_killed_run_remembers_the_best(self, tmp_path):
         losses = [5.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0]
         loss = Losses(losses)
@@ -204,6 +207,7 @@ class TestBest:
 
 
 class TestContinuing:
+    @pytest.mark.slow
     def test_more_steps(self, tmp_path):
         run(tmp_path)
         lines = []
