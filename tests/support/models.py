@@ -5,7 +5,6 @@ import functools
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,7 +38,7 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
     for name, shape in param_shapes(cfg).items():
         values = rng.normal(size=shape) * scale
         values += 1.0 if "norm" in name else 0.0
-        flat[name] = jnp.asarray(values.astype(cfg.dtype))  # converted by numpy, so that jax compiles nothing
+        flat[name] = jax.device_put(values.astype(cfg.dtype))  # compiles nothing
     return flax.traverse_util.unflatten_dict(flat, sep=".")
 
 
@@ -61,7 +60,7 @@ def counting_params(cfg: GenerationConfig, peak: float = 20.0):
     params["model"]["embed_tokens"]["weight"] = one_hot
     # RMSNorm turns the 1 of a one-hot vector into sqrt(width).
     params["lm_head"]["weight"] = np.roll(one_hot, 1, axis=0) * np.float32(peak / width**0.5)
-    return jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(jax.device_put, params)
 
 
 def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
