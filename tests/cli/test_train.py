@@ -364,7 +364,11 @@ class TestGoingOn:
         while killed < kills or not out.exists():
             process = start(out)
             if killed < kills:
-                time.sleep(draw.uniform(2, 8))
+                if killed % 2:  # after the first state has been saved
+                    states = tmp_path / "out.training" / "states"
+                    while process.poll() is None and not any(path.name.isdigit() for path in states.glob("*")):
+                        time.sleep(0.05)
+                time.sleep(draw.uniform(0, 4))
                 process.kill()
             resumed += "resuming" in finish(process)
             killed += process.returncode != 0
