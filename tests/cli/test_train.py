@@ -26,7 +26,8 @@ from jaxgen.cli import main as cli, train as finetune, train_options
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in, write_state
-from jaxgen.training.dataset import pack, read_examples, shuffled, text_example
+from jaxgen.training.dataset import pack, read_examples, shuffled
+from jaxgen.training.examples import text_example
 from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, save

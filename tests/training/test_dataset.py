@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import InputError, Tokenizer
-from jaxgen.training.dataset import IGNORED, Example, chat_example, pack, read_examples, shuffled, text_example
+from jaxgen.training.conversations import chat_examples
+from jaxgen.training.dataset import pack, read_examples, shuffled
+from jaxgen.training.examples import IGNORED, Example, text_example
 from jaxgen.training.loop import TrainBatch
 from tests.support.tokenizers import byte_level, llama
 
@@ -28,6 +30,12 @@ def parts(tokenizer: Tokenizer, *pieces: tuple[str, bool]) -> Example:
         ids += piece
         labels += piece if learnt else [IGNORED] * len(piece)
     return Example(ids, labels)
+
+
+def chat_example(tokenizer: Tokenizer, conversation: list) -> Example:
+    """Return the only example of a conversation."""
+    (example,) = chat_examples(tokenizer, conversation)
+    return example
 
 
 class TestConversations:
