@@ -12,7 +12,7 @@ from jaxgen.errors import InputError, shown
 from jaxgen.text.chat_template import MARKS
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training.examples import IGNORED, Example, ids_after
-from jaxgen.training.messages import read_messages, thought_and_text, with_calls
+from jaxgen.training.messages import read_messages, thought_and_text, with_calls, with_texts
 
 # The end of a generation prompt that begins a thought, or that contains an empty one
 _THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
@@ -158,21 +158,44 @@ def _answer(template: _Template, question: str, messages: list[dict[str, Any]]) 
             f"{where}: the chat template writes this answer without the generation prompt before it, so the tokens to "
             'learn cannot be found: train on "text" instead'
         )
-    body = rendered[start:]
+    end = _end(template, rendered, messages)
+    body = rendered[start:end]
+    writes_thought, writes_text = _written(template, messages) if thought or said not in body else (True, True)
     if opens and "</think>" not in body and (thought or not follows):
         added = f"{thought}\n</think>\n\n"
-    elif thought and thought not in body:
+    elif thought and not writes_thought:
         if not template.writes_thoughts:
             advice = 'write it as "<think>...</think>" at the beginning of the content, or remove it'
             raise InputError(f"{where}: the chat template does not write the thought: {advice}")
         added = f"<think>\n{thought}\n</think>\n\n"
     body = body.lstrip("\n") if added else body
-    text = added + body.rstrip()
-    if said not in text:
+    text = added + body
+    if said and not writes_text:
         raise InputError(f"{where}: the chat template does not write the text {shown(said)}: remove it")
-    shift = len(added) - (len(rendered) - len(body))
+    shift = len(added) - (end - len(body))
     inside = [(max(begin + shift, len(added)), min(end + shift, len(text))) for begin, end in parts]
     return _Answer(text, [(0, len(added)), *inside])
+
+
+def _written(template: _Template, messages: list[dict[str, Any]]) -> tuple[bool, bool]:
+    """Return whether the template writes the thought of the last message, and whether it writes its text."""
+    thought, text = "probe_of_thought_", "probe_of_text_"
+    rendered = template.answered([*messages[:-1], with_texts(messages[-1], thought, text)])[0]
+    return thought in rendered, text in rendered
+
+
+def _end(template: _Template, rendered: str, messages: list[dict[str, Any]]) -> int:
+    """Return the place in `rendered` where the turn of the last message ends.
+
+    Some templates write the eos token after the end of the turn and a newline, at the end of a conversation only.
+    """
+    end, eos = len(rendered.rstrip()), template.tokenizer.eos_token or ""
+    before = rendered[:end].removesuffix(eos)
+    if before.rstrip() == before or len(before) == end:
+        return end
+    continued = template.question(messages)
+    only_here = continued.startswith(before.rstrip()) and not continued.startswith(rendered[:end])
+    return len(before.rstrip()) if only_here else end
 
 
 def _start(
@@ -209,9 +232,8 @@ def _with_accepted_calls(template: _Template, messages: list[dict[str, Any]]) ->
         return messages
     names = iter(range(len(calls)))
     renamed = [_renamed(message, names) for message in messages]
-    problem = InputError(
-        "the chat template does not write calls as JSON: write them in the content, in the model's format"
-    )
+    advice = "write them in the content, in the model's own format"
+    problem = InputError(f"the chat template does not write calls, or does not write arguments as JSON: {advice}")
     for form in _FORMS:
         try:
             text = template.answered([with_calls(message, *form) for message in renamed])[0]
@@ -236,39 +258,24 @@ def _renamed(message: dict[str, Any], numbers: Iterator[int]) -> dict[str, Any]:
 
 
 def _tokens(tokenizer: Tokenizer, question: str, answer: _Answer) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of an answer, up to the first of its end tokens."""
+    """Return the ids and labels of an answer. Its last token has a label if any token has."""
     ids = ids_after(tokenizer, question, answer.text)
-    ids = ids[: _end(tokenizer, ids)]
-    flags = _flags(tokenizer, question, answer, len(ids))
+    flags = _flags(tokenizer, question, answer, ids)
     labels = [token if flag else IGNORED for token, flag in zip(ids, flags, strict=True)]
     if any(flags):
         labels[-1] = ids[-1]
     return ids, labels
 
 
-def _end(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """Return the number of ids up to the end of the turn.
-
-    Some templates write another special token after the end of the turn and a newline, at the end of a conversation.
-    """
-    tokens = tokenizer.backend.get_added_tokens_decoder()
-    special = {token for token, added in tokens.items() if added.special}
-    last = len(ids) - 2
-    while last > 0 and ids[-1] in special and tokenizer.decode(ids[last], skip_special_tokens=False).isspace():
-        last -= 1
-    return last + 1 if 0 <= last < len(ids) - 2 and ids[last] in special else len(ids)
-
-
-def _flags(tokenizer: Tokenizer, question: str, answer: _Answer, count: int) -> list[bool]:
-    """Return, for each of the answer's first `count` tokens, whether it has characters in a part that is learnt."""
+def _flags(tokenizer: Tokenizer, question: str, answer: _Answer, ids: list[int]) -> list[bool]:
+    """Return, for each of the answer's ids, whether its token has characters in a part that is learnt."""
     covered = [False] * len(answer.text)
     for begin, end in answer.parts:
         covered[begin:end] = [True] * max(end - begin, 0)
     if all(covered):
-        return [True] * count
-    first = len(tokenizer.encode(question, add_special_tokens=False))
+        return [True] * len(ids)
     encoding, start = tokenizer.backend.encode(question + answer.text, add_special_tokens=False), len(question)
-    if encoding.ids[first : first + count] != ids_after(tokenizer, question, answer.text)[:count]:
-        encoding, start, first = tokenizer.backend.encode(answer.text, add_special_tokens=False), 0, 0
-    offsets = encoding.offsets[first : first + count]
+    if encoding.ids[-len(ids) :] != ids:
+        encoding, start = tokenizer.backend.encode(answer.text, add_special_tokens=False), 0
+    offsets = encoding.offsets[-len(ids) :]
     return [any(covered[max(begin - start, 0) : max(end, begin + 1) - start]) for begin, end in offsets]

@@ -113,3 +113,13 @@ def thought_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
     before, closing, text = (message.get("content") or "").rpartition("</think>")
     thought = before.split("<think>", 1)[-1] if closing else message.get(_THOUGHTS[0], "")
     return thought.strip(), text.strip()
+
+
+def with_texts(message: Mapping[str, Any], thought: str, text: str) -> dict[str, Any]:
+    """Return an answer with another thought and another text. An answer without them remains without them."""
+    before, after = thought_and_text(message)
+    content = text if after else message.get("content")
+    if "</think>" in (message.get("content") or ""):
+        content = f"<think>\n{thought}\n</think>\n\n{content if after else ''}"
+    thoughts = dict.fromkeys(_THOUGHTS, thought) if _THOUGHTS[0] in message and before else {}
+    return {**message, **thoughts, "content": content}
