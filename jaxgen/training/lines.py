@@ -57,12 +57,12 @@ def _check_spelling(name: str) -> None:
 def _examples(tokenizer: Tokenizer, form: tuple[str, ...], given: Mapping[str, Any]) -> list[Example]:
     first, last = given[form[0]], given[form[-1]]
     plain = isinstance(first, str) and isinstance(last, str)
+    if form == ("text",) and not (plain and first):
+        raise InputError(f'"text" must be a string that is not empty, got {shown(first)}')
     if form == ("text",) or (plain and len(form) == 2 and tokenizer.chat_template is None):
-        if not plain or not last:
-            raise InputError(f'"{form[-1]}" must be a string that is not empty, got {shown(last)}')
         if extra := [name for name in _BESIDE if given.get(name)]:
             raise InputError(f'"{extra[0]}" needs a conversation: it cannot be used with "{form[0]}" here')
-        return [text_example(tokenizer, last) if len(form) == 1 else completion_example(tokenizer, first, last)]
+        return [text_example(tokenizer, first) if len(form) == 1 else completion_example(tokenizer, first, last)]
     messages: Any = first
     learnt_from = 0
     if len(form) == 2:
