@@ -23,7 +23,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from convert import load_hf, save_hf
 from demo import corpus
 from jaxgen import CausalLM, GenerationConfig, ModelConfig, Tokenizer, generate
-from jaxgen.training.dataset import chat_example, pack, shuffled
+from jaxgen.training.conversations import chat_examples
+from jaxgen.training.dataset import pack, shuffled
 from jaxgen.training.loop import TrainConfig, batch_loss, train
 
 VOCABULARY = 1024
@@ -65,7 +66,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(work, options.seed)
     conversations = itertools.islice(corpus.conversations(options.seed), options.conversations)
-    data, cut = pack((chat_example(tokenizer, conversation) for conversation in conversations), WIDTH)
+    data, cut = pack((example for one in conversations for example in chat_examples(tokenizer, one)), WIDTH)
     _say(f"{options.conversations} conversations in {len(data.ids)} rows of {WIDTH} tokens, {cut} cut")
 
     model = ModelConfig.from_hf({**MODEL, "torch_dtype": "float32"})
@@ -159,7 +160,7 @@ def card(path: Path, options: argparse.Namespace) -> None:
 def held_out_loss(params, model: ModelConfig, tokenizer: Tokenizer) -> float:
     """Return the mean loss per token of answers in 500 conversations with unseen requests."""
     conversations = itertools.islice(corpus.conversations(1, held_out=True), 500)
-    data, _ = pack((chat_example(tokenizer, conversation) for conversation in conversations), WIDTH)
+    data, _ = pack((example for one in conversations for example in chat_examples(tokenizer, one)), WIDTH)
     loss_of = jax.jit(lambda params, batch: batch_loss(params, batch, model))
     batches = shuffled(data, ROWS, 0)
     sums = [loss_of(params, batches(step)) for step in range(len(data.ids) // ROWS)]

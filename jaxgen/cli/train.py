@@ -32,7 +32,8 @@ from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in
-from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
+from jaxgen.training.dataset import pack, read_examples, shuffled
+from jaxgen.training.examples import IGNORED, Example
 from jaxgen.training.loop import TrainBatch, TrainConfig, can_resume, evaluate, train
 from jaxgen.training.record import CURVE, ENTRIES, Evaluation
 

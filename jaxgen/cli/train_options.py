@@ -24,7 +24,8 @@ def parser() -> arguments.Parser:
         "recorded in OUT/training.jsonl and drawn in OUT/training.svg.",
     )
     add = result.add_argument
-    add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
+    forms = 'JSONL: "messages", "conversations", "prompt" with "completion", or "text"'
+    add("--data", type=arguments.file, metavar="FILE", help=forms)
     add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
     add("--eval-every", type=arguments.count, metavar="N", help="also report the held-out loss every N steps")
     add("--keep-best", action="store_true", help="write the weights with the lowest held-out loss, not the last ones")

@@ -19,6 +19,9 @@ from jaxgen.text import sandbox
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
 LARGEST = 100_000  # maximum number of characters in a template; known templates have at most 30,000
+# Variables of the template that are written at the beginning and the end of generation blocks. The values are
+# noncharacters, which do not occur in text.
+MARKS = {"generation_begins": "\ufdd0", "generation_ends": "\ufdd1"}
 
 
 def named(template: Any) -> dict[str, str]:
@@ -140,13 +143,18 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Support for `generation` blocks, which mark answers for training; their content is rendered as usual."""
+    """Support for `generation` blocks, which mark answers for training; their content is rendered as usual.
+
+    If the variables in `MARKS` are defined, they are written at the beginning and the end of each block.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begins, ends = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line) for name in MARKS)
+        return jinja2.nodes.Scope([begins, *body, ends], lineno=line)
 
 
 @functools.lru_cache

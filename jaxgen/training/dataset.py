@@ -3,131 +3,49 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, one_line, warn
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import text_lines
+from jaxgen.training.examples import IGNORED, Example
+from jaxgen.training.lines import line_examples
 from jaxgen.training.loop import TrainBatch
 
-IGNORED = -100  # the label of tokens that do not contribute to the loss
-
-
-class Example(NamedTuple):
-    """The ids and labels of a text. A label is the token's id or `IGNORED`. The first label is never used."""
-
-    ids: list[int]
-    labels: list[int]
-
-
-def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return the example for plain text: the text's ids and the eos token, each with a label."""
-    ids = _ended(tokenizer, tokenizer.encode(text))
-    return Example(ids, ids)
-
-
-def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
-    """Return the example for a conversation. Only the assistant's answers, with their end tokens, have labels.
-
-    The ids encode the whole conversation. No token spans the boundary between a question and its answer, because the
-    question's tokens are already fixed when an answer is generated. Messages after the last answer are left out.
-
-    Raises:
-        InputError: the conversation has no answer or begins with an answer, or the template renders the same beginning
-            differently when more messages follow.
-        TypeError: `conversation` is not a list of messages.
-    """
-    if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
-        raise TypeError('a conversation must be a list of messages, {"role": "...", "content": "..."}')
-    ids: list[int] = []
-    labels: list[int] = []
-    done = last = ""
-    for index, message in enumerate(conversation):
-        if message.get("role") != "assistant":
-            continue
-        if index == 0:
-            raise InputError("the conversation begins with an answer: add the question before it")
-        question = tokenizer.render_chat(conversation[:index])
-        answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
-        if not question.startswith(done) or not answered.startswith(question):
-            raise InputError(
-                "the chat template changes the beginning of a conversation when more messages follow, so answers "
-                'cannot be located: train on "text" instead'
-            )
-        asked, answer = question[len(done) :], answered[len(question) :].rstrip()
-        before, learnt = _after(tokenizer, last, asked), _after(tokenizer, asked, answer)
-        ids += before + learnt
-        labels += [IGNORED] * len(before) + learnt
-        done, last = question + answer, answer
-    if not any(label != IGNORED for label in labels):
-        raise InputError("the conversation has no answer: at least one message must have the role assistant")
-    return Example(ids, labels)
+_SHOWN = 10  # maximum number of unused keys in a warning
 
 
 def read_examples(file: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
+    """Read a JSONL file of conversations, prompts with completions, and texts; docs/training.md has their forms.
 
     If the tokenizer has a chat template, a prompt and its completion form a conversation. Otherwise, they form a text
-    in which only the completion has labels.
+    in which only the completion has labels. A conversation can have several examples; see `chat_examples`. If lines
+    have keys that are not used, one warning names these keys.
 
     Raises:
         InputError: a line is invalid; the message gives the line number.
     """
-    examples = []
+    examples: list[Example] = []
+    unused: dict[str, None] = {}
     for number, line in text_lines(str(file), Path(file).read_bytes()):
         try:
-            example = _example(tokenizer, parse_json(line))
-            if len(example.ids) < 2:
+            found, names = line_examples(tokenizer, parse_json(line))
+            if any(len(example.ids) < 2 for example in found):
                 raise InputError("fewer than two tokens, so there is nothing to predict")
-            examples.append(example)
         except (ValueError, TypeError) as error:
             raise InputError(f"{file}, line {number}: {error}") from error
+        examples += found
+        unused |= dict.fromkeys(names)
     if not examples:
         raise InputError(f"{file} has no line to train on")
+    if unused:
+        names, more = ", ".join(list(unused)[:_SHOWN]), f" and {len(unused) - _SHOWN} more" * (len(unused) > _SHOWN)
+        warn(f"{file}: keys that are not used for training: {one_line(names, 300)}{more}")
     return examples
-
-
-def _example(tokenizer: Tokenizer, entry: Any) -> Example:
-    fields = set(entry) if isinstance(entry, dict) else None
-    if fields == {"messages"}:
-        return chat_example(tokenizer, entry["messages"])
-    if fields == {"text"} and isinstance(entry["text"], str) and entry["text"]:
-        return text_example(tokenizer, entry["text"])
-    if fields == {"prompt", "completion"} and all(isinstance(value, str) for value in entry.values()):
-        return _completion(tokenizer, entry["prompt"], entry["completion"])
-    raise InputError(
-        'each line must be {"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}, '
-        f"got {json.dumps(entry)[:80]}"
-    )
-
-
-def _completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
-    if tokenizer.chat_template is not None:
-        question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
-        return chat_example(tokenizer, [question, answer])
-    before = tokenizer.encode(prompt)
-    learnt = _ended(tokenizer, _after(tokenizer, prompt, completion))
-    return Example(before + learnt, [IGNORED] * len(before) + learnt)
-
-
-def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids that `text` adds after `before`. If a token would span both, `text` is encoded separately."""
-    first = tokenizer.encode(before, add_special_tokens=False)
-    both = tokenizer.encode(before + text, add_special_tokens=False)
-    if both[: len(first)] == first:
-        return both[len(first) :]
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:

@@ -26,8 +26,10 @@ from jaxgen.cli import main as cli, train as finetune, train_options
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in, write_state
-from jaxgen.training.dataset import pack, read_examples, shuffled, text_example
+from jaxgen.training.dataset import pack, read_examples, shuffled
+from jaxgen.training.examples import text_example
 from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
+from tests.support.chat_templates import QWEN3
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, save
 
@@ -188,6 +190,20 @@ class TestResult:
         assert status == 0
         (line,) = [line for line in err.splitlines() if line.startswith("jaxgen: warning:")]
         assert "1 of 4 examples are longer than 64 tokens and were truncated" in line
+
+    @pytest.mark.slow
+    def test_a_conversation_with_several_examples(self, run, checkpoint, data, tmp_path):
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        (base / "chat_template.jinja").write_text(QWEN3.template)
+        turns = [(role, text) for pair in CHATS for role, text in zip(("human", "gpt"), pair, strict=True)]
+        line = {"conversations": [{"from": role, "value": text} for role, text in turns], "id": 7}
+        data.write_text(json.dumps(line))
+        held_out = tmp_path / "held-out.jsonl"
+        held_out.write_text(json.dumps({**line, "id": None, "tools": [{"name": "look_up"}]}))
+        status, err = run(model=base, width=512, batch=1, steps=1, eval_data=held_out)
+        assert status == 0, err
+        assert "3 examples in 1 rows of 512 tokens" in err
+        assert err.count("data.jsonl: keys that are not used for training: id") == err.count("warning") == 1
 
     @pytest.mark.slow
     def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import InputError, Tokenizer
-from jaxgen.training.dataset import IGNORED, Example, chat_example, pack, read_examples, shuffled, text_example
+from jaxgen.errors import JaxgenWarning
+from jaxgen.training.conversations import chat_examples
+from jaxgen.training.dataset import pack, read_examples, shuffled
+from jaxgen.training.examples import IGNORED, Example, text_example
 from jaxgen.training.loop import TrainBatch
+from tests.support.chat_templates import QWEN3, QWEN25
 from tests.support.tokenizers import byte_level, llama
 
 INST = (
@@ -28,6 +32,12 @@ def parts(tokenizer: Tokenizer, *pieces: tuple[str, bool]) -> Example:
         ids += piece
         labels += piece if learnt else [IGNORED] * len(piece)
     return Example(ids, labels)
+
+
+def chat_example(tokenizer: Tokenizer, conversation: list) -> Example:
+    """Return the only example of a conversation."""
+    (example,) = chat_examples(tokenizer, conversation)
+    return example
 
 
 class TestConversations:
@@ -75,14 +85,6 @@ class TestConversations:
         example = chat_example(tokenizer, conversation)
         assert tokenizer.encode("hello") == tokenizer.encode("hell") + tokenizer.encode("o")
         assert example == parts(tokenizer, ("h", False), ("ello", True))
-
-    def test_a_template_that_changes_what_it_said_before(self):
-        last_only = "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{{ m.content }}\n{% endfor %}"
-        with pytest.raises(InputError, match="changes the beginning of a conversation"):
-            chat_example(byte_level(chat_template=last_only), [SAY_HELLO, HELLO])
-        forgetful = "{% for m in messages[-2:] %}{{ m.role }} {{ m.content }}\n{% endfor %}"
-        with pytest.raises(InputError, match="changes the beginning of a conversation"):
-            chat_example(byte_level(chat_template=forgetful), [SAY_HELLO, HELLO, AGAIN, HE])
 
     @pytest.mark.parametrize(
         ("conversation", "message"),
@@ -140,6 +142,103 @@ class TestTexts:
         assert len(examples) == 3
         assert examples[2] == chat_example(byte_level(), [SAY_HELLO, HELLO])
 
+    @staticmethod
+    def read(tmp_path, entry: dict, tokenizer: Tokenizer | None = None) -> list[Example]:
+        (tmp_path / "data").write_text(json.dumps(entry), encoding="utf-8")
+        return read_examples(tmp_path / "data", tokenizer or byte_level())
+
+    def test_sharegpt(self, tmp_path):
+        turns = [("system", "Be kind."), ("human", "Say hello."), ("gpt", "hello"), ("user", "Again?"), ("gpt", "hell")]
+        messages = [SYSTEM, SAY_HELLO, HELLO, AGAIN, {"role": "assistant", "content": "hell"}]
+        wanted = chat_examples(byte_level(), messages)
+        entry = {"conversations": [{"from": name, "value": text} for name, text in turns]}
+        assert self.read(tmp_path, entry) == self.read(tmp_path, {"conversations": messages}) == wanted
+        del entry["conversations"][0]
+        assert self.read(tmp_path, {**entry, "system": "Be kind."}) == wanted
+        assert self.read(tmp_path, {**entry, "system": ""}) == chat_examples(byte_level(), messages[1:])
+
+    def test_sharegpts_calls(self, tmp_path):
+        call = {"name": "look_up", "arguments": {"of": "it"}}
+        messages = [SAY_HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}]
+        messages += [{"role": "tool", "content": "7"}, HELLO]
+        tool = {"name": "look_up"}
+        wanted = chat_examples(QWEN25.tokenizer, messages, tools=[tool])
+        for name in ("observation", "tool", "function_response"):
+            for value in (call, [call], json.dumps(call), json.dumps([call])):
+                turns = [("human", "Say hello."), ("function_call", value), (name, "7"), ("gpt", "hello")]
+                entry = {"conversations": [{"from": who, "value": said} for who, said in turns]}
+                for tools in ([tool], json.dumps([tool])):
+                    assert self.read(tmp_path, {**entry, "tools": tools}, QWEN25.tokenizer) == wanted
+        for value, error in (
+            ("look_up()", "message 1: the value of a function_call is not valid JSON"),
+            (5, "each call"),
+        ):
+            entry["conversations"][1]["value"] = value
+            with pytest.raises(InputError, match=error):
+                self.read(tmp_path, entry, QWEN25.tokenizer)
+
+    def test_only_the_answers_of_a_completion_are_learnt(self, tmp_path):
+        entry = {"prompt": [SAY_HELLO, HELLO, AGAIN], "completion": [HE]}
+        wanted = chat_examples(byte_level(), [SAY_HELLO, HELLO, AGAIN, HE], learnt_from=3)
+        assert self.read(tmp_path, entry) == wanted
+        with_system = chat_examples(byte_level(), [SYSTEM, SAY_HELLO, HELLO, AGAIN, HE], learnt_from=4)
+        assert self.read(tmp_path, {**entry, "system": "Be kind."}) == with_system
+        assert sum(label != IGNORED for label in wanted[0].labels) == len(
+            byte_level().encode("hell no\n\nhe<|im_end|>")
+        )
+        with pytest.raises(InputError, match="the conversation has no answer"):
+            self.read(tmp_path, {"prompt": [SAY_HELLO, HELLO], "completion": [AGAIN]})
+
+    def test_tools_and_variables_reach_the_template(self, tmp_path):
+        messages, tools = [SAY_HELLO, HELLO], [{"type": "function", "function": {"name": "look_up"}}]
+        entry = {"messages": messages, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+        wanted = chat_examples(QWEN3.tokenizer, messages, tools=tools, enable_thinking=False)
+        assert self.read(tmp_path, entry, QWEN3.tokenizer) == wanted
+        assert self.read(tmp_path, entry | {"tools": json.dumps(tools)}, QWEN3.tokenizer) == wanted
+        strings = {"prompt": "Say hello.", "completion": "hello"}
+        assert self.read(tmp_path, {**entry, **strings, "messages": None}, QWEN3.tokenizer) == wanted
+        without = chat_examples(QWEN3.tokenizer, messages)
+        for tools in ([], None, "", "[]"):
+            assert self.read(tmp_path, {"messages": messages, "tools": tools}, QWEN3.tokenizer) == without
+
+    def test_a_conversation_with_several_examples(self, tmp_path):
+        messages = [SAY_HELLO, HELLO, AGAIN, HE]
+        examples = self.read(tmp_path, {"messages": messages}, QWEN3.tokenizer)
+        assert len(examples) == 2
+        assert examples == chat_examples(QWEN3.tokenizer, messages)
+
+    def test_keys_that_are_not_used_are_named_once(self, tmp_path):
+        chat = {"messages": [SAY_HELLO, HELLO]}
+        lines = [
+            {**chat, "id": 1, "source": "a"},
+            {**chat, "prompt": "Say", "prompt_id": "x", "id": 2},
+            {**chat, "text": None},
+        ]
+        (tmp_path / "data").write_text("\n".join(json.dumps(line) for line in lines))
+        with pytest.warns(
+            JaxgenWarning, match="data: keys that are not used for training: id, source, prompt_id, prompt$"
+        ):
+            assert read_examples(tmp_path / "data", byte_level()) == 3 * chat_examples(byte_level(), [SAY_HELLO, HELLO])
+        with pytest.warns(JaxgenWarning, match=r"k09 and 5 more$"):
+            self.read(tmp_path, {**chat, **{f"k{number:02}": 0 for number in range(15)}})
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            *(
+                ("tool", "tools"),
+                ("Tools", "tools"),
+                ("functions", "tools"),
+                ("sytem", "system"),
+                ("message", "messages"),
+            ),
+            *(("chat_template_kwarg", "chat_template_kwargs"), ("conversation", "conversations")),
+        ],
+    )
+    def test_a_misspelt_key(self, tmp_path, name, meant):
+        with pytest.raises(InputError, match=f"line 1: unknown key '{name}': did you mean '{meant}'"):
+            self.read(tmp_path, {"messages": [SAY_HELLO, HELLO], name: []})
+
     @pytest.mark.parametrize(
         ("line", "message"),
         [
@@ -147,10 +246,23 @@ class TestTexts:
             (b'{"text": "\xff"}', "line 3: not UTF-8: .* at byte 11"),
             (b"[" * 100_000, "line 3: not valid JSON: nested too deeply"),
             (b'["hello"]', "line 3: each line must be"),
-            (b'{"text": ""}', "line 3: each line must be"),
-            (b'{"text": 5}', "line 3: each line must be"),
-            (b'{"text": "a", "id": 1}', "line 3: each line must be .* got .*id"),
-            (b'{"prompt": "a"}', "line 3: each line must be"),
+            (b'{"text": ""}', 'line 3: "text" must be a string that is not empty'),
+            (b'{"text": 5}', 'line 3: "text" must be a string that is not empty'),
+            (b'{"prompt": "a", "text": null}', "line 3: each line must be"),
+            (b'{"text": "a", "messages": []}', "line 3: the line has messages and text: keep only one"),
+            (b'{"text": "a", "tools": [{}]}', 'line 3: "tools" needs a conversation'),
+            (b'{"prompt": "a", "completion": []}', "line 3: .* two strings or two lists of messages"),
+            (b'{"messages": [], "tools": "f"}', 'line 3: "tools" is not valid JSON'),
+            (b'{"messages": [], "tools": {"a": 1}}', 'line 3: "tools" must be a list of objects'),
+            (b'{"messages": [], "system": 5}', 'line 3: "system" must be a string'),
+            (b'{"messages": 5, "system": "a"}', "line 3: a conversation must be a list"),
+            (
+                b'{"messages": [{"role": "system"}], "system": "a"}',
+                'line 3: the line has "system" and a system message',
+            ),
+            (b'{"messages": [], "chat_template_kwargs": []}', 'line 3: "chat_template_kwargs" must be an object'),
+            (b'{"messages": [], "chat_template_kwargs": {"tools": 1}}', "line 3: .* must not have the key tools"),
+            (b'{"conversations": [{"from": "bard", "value": "a"}]}', 'line 3: message 0: "from" must be one of human'),
             (b'{"messages": "hello"}', "line 3: a conversation must be a list of messages"),
             (b'{"messages": 5}', "line 3: a conversation must be a list of messages"),
             (b'{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 3: a conversation must be a list"),

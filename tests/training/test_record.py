@@ -17,7 +17,8 @@ from jaxgen import ConfigError, InputError
 from jaxgen.errors import JaxgenWarning
 from jaxgen.training import record as module
 from jaxgen.training.curve import curve
-from jaxgen.training.dataset import Example, pack, shuffled
+from jaxgen.training.dataset import pack, shuffled
+from jaxgen.training.examples import Example
 from jaxgen.training.loop import Metrics, TrainConfig, TrainState, train
 from jaxgen.training.record import Evaluation, Meter, Record, duration
 from jaxgen.training.run_log import RunLog

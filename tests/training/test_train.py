@@ -11,7 +11,8 @@ import pytest
 from jaxgen import CausalLM, ConfigError, InputError
 from jaxgen.model.int8 import Int8
 from jaxgen.training import lora
-from jaxgen.training.dataset import Example, pack, shuffled
+from jaxgen.training.dataset import pack, shuffled
+from jaxgen.training.examples import Example
 from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, batch_loss, train, train_step
 from tests.support.models import model_config, random_params
 
