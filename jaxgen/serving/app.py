@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import hashlib
 import hmac
@@ -11,20 +10,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-import jax
 import msgspec
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
-from jaxgen.scoring.text import score
+from jaxgen.serving.answering import Answering
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -40,14 +36,13 @@ from jaxgen.serving.protocol import (
     decode,
 )
 from jaxgen.serving.replies import Replies
-from jaxgen.serving.requests import Asked, Reader, compiles
+from jaxgen.serving.requests import Asked, Reader
 from jaxgen.serving.scored import Scored, TokenTexts
-from jaxgen.serving.stream import EventStream, leaves
-from jaxgen.serving.text import Answer, Delta
+from jaxgen.serving.stream import EventStream
+from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
-_PREPARING = 2  # number of threads that read requests
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
 
 
@@ -97,11 +92,8 @@ class Service:
         kind = "text" if tokenizer.chat_template is None else "chat"
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
-        self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        # Compiling a grammar can take seconds, and other requests must not wait for it.
-        self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
-        self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)
+        self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
 
     def app(self) -> Starlette:
         """Return the application; when it shuts down, the engine finishes the submitted requests."""
@@ -124,8 +116,7 @@ class Service:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
         await in_thread(None, self._engine.close)
-        for pool in (self._pool, self._compiling, self._scoring):
-            pool.shutdown(wait=False)
+        self._answering.close()
 
     def _gauges(self) -> dict[str, float]:
         counts = self._engine.counts()
@@ -198,110 +189,25 @@ class Service:
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = decode(await self._body(http), kind)
-        started = time.monotonic()
-        model = self._named(request.model)
-        asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
-        if len(asked.prompts) > (most := self._engine.most_waiting):
-            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, but at most {most} are accepted", "prompt")
-        if (adapter := self._adapters[model]) >= 0:
-            for prompt in asked.prompts:
-                prompt["adapter"] = adapter
-        replies = Replies(request, asked, model, self._fingerprint, self._texts)
-        self.metrics.observe("request_params_n", asked.sequences)
-        self.metrics.observe("request_params_max_tokens", asked.budget)
-        live = Live(asked, self._engine, self.metrics, started, streams=bool(request.stream))
+        live = await self._begin(request, read)
+        replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:
-            scored = await self._until_left(http, self._scored(asked), live)
-            await self._submit(live)
+            scored = await self._answering.until_left(http, self._answering.scored(live.asked), live)
+            await self._answering.submit(live)
             return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
-        return await self._until_left(http, self._whole(replies, live), live)
+        return await self._answering.until_left(http, self._whole(replies, live), live)
 
-    async def _submit(self, live: Live) -> None:
-        if not live.asked.budget:
-            return
-        await in_thread(self._pool, live.submit)
-        lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
-        self.metrics.count("prompt_tokens_total", sum(lengths))
-        self.metrics.count("prefix_cache_queries_total", sum(lengths))
-        for length in lengths:
-            self.metrics.observe("request_prompt_tokens", length)
-
-    async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
-        """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
-        try:
-            await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if left.done():
-                raise ClientDisconnect
-            self.metrics.count("request_cancelled_total")
-            raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
-        finally:
-            if not task.done() or task.exception() is not None:
-                live.cancel()
-            for each in (task, left):
-                each.cancel()
+    async def _begin(self, request: Common, read: Callable[[Any], Asked]) -> Live:
+        """Read a request for the model or adapter that it names."""
+        adapter = self._adapters[self._named(request.model)]
+        return await self._answering.begin(request, read, adapter)
 
     async def _whole(self, replies: Replies, live: Live) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        scored = await self._scored(live.asked)
-        await self._submit(live)
-        answers = live.asked.answers()
-        deltas = dict([pair async for group in self._deltas(answers, live) for pair in group])
-        choices = [(answer, deltas[place]) for place, answer in enumerate(answers)]
-        return replies.whole(choices, replies.usage(answers, live.cached_tokens), scored)
-
-    async def _deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield groups of additions that became available together, each addition with the index of its answer."""
-        left = len(answers)
-        if not live.asked.budget:
-            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
-            return
-        while left:
-            happened = [await live.news.get()]
-            while not live.news.empty():
-                happened.append(live.news.get_nowait())
-            group = []
-            for place, news in happened:
-                handle = live.handles[place // live.asked.sequences]
-                if handle.failure is not None:
-                    raise handle.failure
-                if news.stop_reason:
-                    done = handle.completion(news.sequence)
-                    if done.error:
-                        status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
-                        raise ApiError(status, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
-                    if not live.streams:  # only this event was queued, so it must contain all tokens
-                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
-                group.append((place, answers[place].put(news)))
-                if news.stop_reason:
-                    left -= 1
-                    self._ended(answers[place], live.started)
-            yield group
-        self.metrics.count("prefix_cache_hits_total", live.cached_tokens)
-
-    def _ended(self, answer: Answer, started: float) -> None:
-        """Update the metrics for a sequence that has ended."""
-        reason = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}.get(answer.reason, "stop")
-        self.metrics.count("request_success_total", finished_reason=reason)
-        self.metrics.observe("request_generation_tokens", answer.count)
-        self.metrics.observe("e2e_request_latency_seconds", time.monotonic() - started)
-
-    async def _scored(self, asked: Asked) -> list[Scored] | None:
-        """Return the log-probabilities of the prompts' tokens, or None if they were not requested."""
-        if asked.prompt_logprobs is None:
-            return None
-        return [await in_thread(self._scoring, self._score, prompt, asked) for prompt in asked.prompts]
-
-    def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
-        # top_logprobs is always the maximum, so that only one program is compiled for each width.
-        ids, cfg = prompt["ids"], self._reader.cfg.replace(adapter=prompt.get("adapter", -1))
-        scores = score(
-            self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
-        )
-        row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
-        return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
+        scored = await self._answering.scored(live.asked)
+        await self._answering.submit(live)
+        choices = await self._answering.whole(live)
+        return replies.whole(choices, replies.usage([answer for answer, _ in choices], live.cached_tokens), scored)
 
     async def _events(
         self, replies: Replies, live: Live, scored: list[Scored] | None
@@ -318,7 +224,7 @@ class Service:
                 return body | {"usage": replies.usage(answers, live.cached_tokens)}
             return body | ({"usage": None} if options.include_usage else {})
 
-        async for group in self._deltas(answers, live):
+        async for group in self._answering.deltas(answers, live):
             yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
         if options.include_usage:
             yield [replies.last(replies.usage(answers, live.cached_tokens))]
@@ -337,7 +243,7 @@ class Service:
     async def _tokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), TokenizeRequest)
         self._named(asked.model)
-        return await in_thread(self._pool, self._tokens, asked)
+        return await in_thread(self._answering.pool, self._tokens, asked)
 
     def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         if (asked.prompt is None) == (asked.messages is None):
@@ -352,7 +258,7 @@ class Service:
     async def _detokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), DetokenizeRequest)
         self._named(asked.model)
-        return {"prompt": await in_thread(self._pool, self._reader.tokenizer.decode, asked.tokens, False)}
+        return {"prompt": await in_thread(self._answering.pool, self._reader.tokenizer.decode, asked.tokens, False)}
 
     async def _tokenizer_info(self, _: Request) -> Any:
         tokenizer = self._reader.tokenizer
