@@ -37,6 +37,11 @@ from jaxgen.serving.protocol import (
 )
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked, Reader
+from jaxgen.serving.response_input import chat_request, input_items, read_request, renaming
+from jaxgen.serving.response_records import Deleted, Event, Item
+from jaxgen.serving.response_store import ResponseStore, StoredResponse
+from jaxgen.serving.response_stream import ResponseStream
+from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.stream import EventStream
 from jaxgen.serving.text import Delta
@@ -58,6 +63,7 @@ class Service:
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
+        response_store_bytes: the size of the store for responses; 0 turns it off.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Service:
         adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
+        response_store_bytes: int = 2**26,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
@@ -93,6 +100,7 @@ class Service:
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
+        self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
 
     def app(self) -> Starlette:
@@ -100,6 +108,9 @@ class Service:
         routes = [
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/responses", self._guarded(self._respond), methods=["POST"]),
+            Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
+            Route("/v1/responses/{name}", self._guarded(self._forget), methods=["DELETE"]),
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
@@ -228,6 +239,53 @@ class Service:
             yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
         if options.include_usage:
             yield [replies.last(replies.usage(answers, live.cached_tokens))]
+
+    async def _respond(self, http: Request) -> Any:
+        """Return the response to a request of the Responses API, or a stream of its events."""
+        request = read_request(await self._body(http))
+        earlier: list[Item] = []
+        if (previous := request.previous_response_id) is not None:
+            earlier = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
+        model = self._named(request.model)
+        live = await self._begin(chat_request(request, earlier), renaming(self._reader.chat))
+        writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked.logprobs)
+        events = self._response_events(writer, live, [*earlier, *input_items(request)])
+        if request.stream:
+            await self._answering.submit(live)
+            return ResponseStream(writer, events, live, self._limits, self.metrics)
+        await self._answering.until_left(http, self._exhaust(events, live), live)
+        return writer.response
+
+    async def _exhaust(self, events: AsyncIterator[Any], live: Live) -> None:
+        """Answer a request whose events are not sent."""
+        await self._answering.submit(live)
+        async for _ in events:
+            pass
+
+    async def _response_events(
+        self, writer: ResponseWriter, live: Live, items: list[Item]
+    ) -> AsyncIterator[list[Event]]:
+        """Yield groups of events. Store the response, which follows `items`, before its last event."""
+        [answer] = answers = live.asked.answers()
+        yield writer.begin()
+        async for group in self._answering.deltas(answers, live):
+            yield [event for _, delta in group for event in writer.put(delta)]
+        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count)
+        response = writer.response
+        if response.store:
+            stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode([*items, *response.output]))
+            response.store = self._responses.put(response.id, stored)
+        yield last
+
+    async def _stored(self, http: Request) -> Any:
+        if http.query_params:
+            name = next(iter(http.query_params))
+            raise ApiError(400, f"{shown(name)} is not supported: a response is returned whole", name)
+        return Response(self._responses.get(http.path_params["name"]).body, media_type="application/json")
+
+    async def _forget(self, http: Request) -> Any:
+        self._responses.delete(name := http.path_params["name"])
+        return Deleted(id=name)
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}

@@ -55,6 +55,7 @@ def running(
     template=TEMPLATE,
     adapters=(),
     warm: bool = True,
+    response_store_bytes: int = 2**20,
     **engine,
 ):
     """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
@@ -79,6 +80,7 @@ def running(
             made.warmup()
         names = [name for name, _ in adapters]
         more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
+        more["response_store_bytes"] = response_store_bytes
         service = Service(made, params, "tiny", context=WIDTH, **more)
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
