@@ -73,7 +73,7 @@ class Answering:
         for length in lengths:
             self._metrics.observe("request_prompt_tokens", length)
 
-    async def until_left(self, http: Request, work: Any, live: Live) -> Any:
+    async def until_left(self, http: Request, work: Any, live: Live | None = None) -> Any:
         """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
         task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
         try:
@@ -85,7 +85,7 @@ class Answering:
             self._metrics.count("request_cancelled_total")
             raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
         finally:
-            if not task.done() or task.exception() is not None:
+            if live is not None and (not task.done() or task.exception() is not None):
                 live.cancel()
             for each in (task, left):
                 each.cancel()

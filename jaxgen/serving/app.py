@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +21,9 @@ from starlette.routing import Route
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
+from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.answering import Answering
+from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -64,6 +67,7 @@ class Service:
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
         response_store_bytes: the size of the store for responses; 0 turns it off.
+        pooling: how the model turns a text into a vector, for embeddings.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Service:
         keys: Sequence[str] = (),
         limits: Limits | None = None,
         response_store_bytes: int = 2**26,
+        pooling: Pooling | None = None,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
@@ -100,6 +105,7 @@ class Service:
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
+        self._embedder = Embedder(params, cfg, tokenizer, pooling or Pooling(), self._reader.width)
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
 
@@ -111,6 +117,7 @@ class Service:
             Route("/v1/responses", self._guarded(self._respond), methods=["POST"]),
             Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
             Route("/v1/responses/{name}", self._guarded(self._forget), methods=["DELETE"]),
+            Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
@@ -286,6 +293,24 @@ class Service:
     async def _forget(self, http: Request) -> Any:
         self._responses.delete(name := http.path_params["name"])
         return Deleted(id=name)
+
+    async def _embeddings(self, http: Request) -> Any:
+        request = decode(await self._body(http), EmbeddingRequest)
+        model = self._named(request.model)
+        rows = await in_thread(self._answering.pool, self._embedder.read, request)
+        tokens = sum(map(len, rows))
+        self.metrics.count("prompt_tokens_total", tokens)
+        vectors = await self._answering.until_left(http, self._vectors(rows, self._adapters[model]))
+        return self._embedder.answer(request, vectors, tokens, model)
+
+    async def _vectors(self, rows: list[list[int]], adapter: int) -> np.ndarray:
+        """Return the vectors of texts; between two passes, other requests have their turn."""
+        found: dict[int, np.ndarray] = {}
+        for places in self._embedder.passes(rows):
+            own = [rows[place] for place in places]
+            vectors = await in_thread(self._answering.scoring, self._embedder.vectors, own, adapter)
+            found |= zip(places, vectors, strict=True)
+        return np.stack([found[place] for place in range(len(rows))])
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}

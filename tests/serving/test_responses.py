@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -17,7 +18,6 @@ from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Call
 from tests.support.service import KEY, running
 
-msgspec = pytest.importorskip("msgspec")
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["fox", "owl"]}},
@@ -42,7 +42,7 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 @pytest.fixture(scope="module")
 def service():
-    with running(keys=[KEY], response_store_bytes=20_000) as made:
+    with running(keys=[KEY], options={"response_store_bytes": 20_000}) as made:
         yield made
 
 

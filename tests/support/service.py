@@ -55,10 +55,13 @@ def running(
     template=TEMPLATE,
     adapters=(),
     warm: bool = True,
-    response_store_bytes: int = 2**20,
+    options=(),
     **engine,
 ):
-    """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
+    """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance.
+
+    `options` are more arguments of the service, and `engine` those of the engine.
+    """
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
@@ -80,8 +83,7 @@ def running(
             made.warmup()
         names = [name for name, _ in adapters]
         more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
-        more["response_store_bytes"] = response_store_bytes
-        service = Service(made, params, "tiny", context=WIDTH, **more)
+        service = Service(made, params, "tiny", context=WIDTH, **more | dict(options))
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
 
