@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,6 +30,7 @@ from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.openapi import openapi
 from jaxgen.serving.page import page
 from jaxgen.serving.protocol import (
     ChatRequest,
@@ -68,6 +71,8 @@ class Service:
         limits: limits for requests.
         response_store_bytes: the size of the store for responses; 0 turns it off.
         pooling: how the model turns a text into a vector, for embeddings.
+        cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
+            all.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Service:
         limits: Limits | None = None,
         response_store_bytes: int = 2**26,
         pooling: Pooling | None = None,
+        cors_origins: Sequence[str] = (),
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
@@ -105,6 +111,7 @@ class Service:
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
+        self._origins = list(cors_origins)
         self._embedder = Embedder(params, cfg, tokenizer, pooling or Pooling(), self._reader.width)
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
@@ -126,9 +133,20 @@ class Service:
             *(Route(path, self._health, methods=["GET"]) for path in ("/health", "/v1/health", "/ping")),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: self._not_found})
+        middleware = []
+        if self._origins:
+            # The headers are not limited, because OpenAI's clients send their own.
+            own: dict[str, Any] = {
+                "allow_origins": self._origins,
+                "allow_headers": ["*"],
+                "allow_methods": ["GET", "POST", "DELETE"],
+            }
+            middleware.append(Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"]))
+        handlers: Any = {HTTPException: self._not_found}
+        return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers=handlers)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -277,7 +295,8 @@ class Service:
         yield writer.begin()
         async for group in self._answering.deltas(answers, live):
             yield [event for _, delta in group for event in writer.put(delta)]
-        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count)
+        thinking = getattr(answer, "thinking", 0)
+        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, thinking)
         response = writer.response
         if response.store:
             stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode([*items, *response.output]))
@@ -352,6 +371,9 @@ class Service:
 
     async def _version(self, _: Request) -> Response:
         return _json(200, {"version": __version__})
+
+    async def _openapi(self, _: Request) -> Response:
+        return Response(openapi(bool(self._keys)), media_type="application/json")
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

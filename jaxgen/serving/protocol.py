@@ -149,15 +149,14 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise explained(str(error)) from error
+        raise _explained(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
 
 
-def explained(text: str) -> ApiError:
-    """Return the error response for the text of msgspec's `ValidationError`."""
+def _explained(text: str) -> ApiError:
     place = _PLACE.search(text)
     path = place[1] if place else ""
     if field := _FIELD.search(text):

@@ -10,7 +10,7 @@ import msgspec
 
 from jaxgen.errors import JaxgenError
 from jaxgen.serving.errors import ApiError, api_error
-from jaxgen.serving.protocol import ChatRequest, decode, explained
+from jaxgen.serving.protocol import ChatRequest, decode
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_records import (
     AllowedTools,
@@ -90,7 +90,8 @@ def read_request(body: bytes) -> ResponseRequest:
     try:
         request = msgspec.convert(fields, ResponseRequest)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
+        _refuse(str(error))
+        request = decode(msgspec.json.encode(fields), ResponseRequest)  # raises the error in OpenAI's format
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         text = f"max_output_tokens must be at least 1, got {request.max_output_tokens}"
         raise ApiError(400, text, "max_output_tokens")
@@ -99,12 +100,12 @@ def read_request(body: bytes) -> ResponseRequest:
     return request
 
 
-def _refusal(text: str) -> ApiError:
+def _refuse(text: str) -> None:
+    """Raise an `ApiError` that says what is allowed, if it is known for the text of a `ValidationError`."""
     found = _INVALID.search(text)
     allowed = found and _ALLOWED.get(re.sub(r"\[\d+\]", "[]", found[2]))
-    if not found or not allowed:
-        return explained(text)
-    return ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
+    if found and allowed:
+        raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
 
 
 def chat_request(request: ResponseRequest, earlier: Iterable[Item]) -> ChatRequest:

@@ -16,11 +16,14 @@ class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A record whose unknown fields are refused."""
 
 
-class InputText(_Record, tag_field="type", tag="input_text"):
+class _Open(msgspec.Struct, kw_only=True, tag_field="type"):
+    """A record whose unknown fields are ignored: clients add fields to items that mean nothing to a text model."""
+
+
+class InputText(_Open, tag="input_text"):
     """Text in a message, or in the output of a function."""
 
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # has no effect, because all prompts are looked up
 
 
 class TopLogprob(_Record):
@@ -40,7 +43,7 @@ class Logprob(_Record):
     top_logprobs: list[TopLogprob]
 
 
-class OutputText(_Record, tag_field="type", tag="output_text"):
+class OutputText(_Open, tag="output_text"):
     """Text that the model generated."""
 
     text: str
@@ -48,23 +51,22 @@ class OutputText(_Record, tag_field="type", tag="output_text"):
     logprobs: list[Logprob] | None = []
 
 
-class Refusal(_Record, tag_field="type", tag="refusal"):
+class Refusal(_Open, tag="refusal"):
     """Text with which another model refused a request."""
 
     refusal: str
 
 
-class Message(_Record, tag_field="type", tag="message", omit_defaults=True):
+class Message(_Open, tag="message", omit_defaults=True):
     """A message. The role `assistant` has output text, and the other roles have input text."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | Refusal]
     id: str | None = None
     status: ItemStatus | None = None
-    phase: str | None = None
 
 
-class FunctionCall(_Record, tag_field="type", tag="function_call", omit_defaults=True):
+class FunctionCall(_Open, tag="function_call", omit_defaults=True):
     """A call that the model asked for; `arguments` is the JSON of an object."""
 
     call_id: str
@@ -72,35 +74,30 @@ class FunctionCall(_Record, tag_field="type", tag="function_call", omit_defaults
     arguments: str
     id: str | None = None
     status: ItemStatus | None = None
-    namespace: None = None
-    caller: dict[str, Any] | None = None
 
 
-class FunctionCallOutput(_Record, tag_field="type", tag="function_call_output", omit_defaults=True):
+class FunctionCallOutput(_Open, tag="function_call_output", omit_defaults=True):
     """The result of a call."""
 
     call_id: str
     output: str | list[InputText]
     id: str | None = None
-    name: str | None = None
     status: ItemStatus | None = None
-    namespace: None = None
-    caller: dict[str, Any] | None = None
 
 
-class SummaryText(_Record, tag_field="type", tag="summary_text"):
+class SummaryText(_Open, tag="summary_text"):
     """A summary of thoughts."""
 
     text: str
 
 
-class ReasoningText(_Record, tag_field="type", tag="reasoning_text"):
+class ReasoningText(_Open, tag="reasoning_text"):
     """Thoughts."""
 
     text: str
 
 
-class ReasoningItem(_Record, tag_field="type", tag="reasoning", omit_defaults=True):
+class ReasoningItem(_Open, tag="reasoning", omit_defaults=True):
     """Thoughts before an answer. This service returns them in `content`, never encrypted or summarized."""
 
     summary: list[SummaryText]

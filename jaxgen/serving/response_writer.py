@@ -45,8 +45,7 @@ from jaxgen.serving.response_records import (
     TextOptions,
 )
 from jaxgen.serving.scored import Scored, TokenTexts, entries
-from jaxgen.serving.text import Delta
-from jaxgen.serving.tools import Call
+from jaxgen.serving.text import Call, Delta
 
 # Fields of a request that its response repeats.
 _REPEATED = (
@@ -98,7 +97,7 @@ class ResponseWriter:
 
     def put(self, delta: Delta) -> list[Event]:
         """Add generated tokens."""
-        thoughts = ""  # no parser extracts thoughts yet
+        thoughts = getattr(delta, "thought", "")
         events = self._write(ReasoningItem, thoughts) if thoughts else []
         if self._top is not None and delta.logprobs is not None and not (thoughts or delta.calls):
             scored = Scored(delta.tokens, delta.logprobs, self._top)

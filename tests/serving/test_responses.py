@@ -14,8 +14,7 @@ from jaxgen.serving.response_input import chat_request, messages_of, read_reques
 from jaxgen.serving.response_records import EVENTS, Item, ResponseRequest
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_writer import ResponseWriter, new_response
-from jaxgen.serving.text import Delta
-from jaxgen.serving.tools import Call
+from jaxgen.serving.text import Call, Delta
 from tests.support.service import KEY, running
 
 SCHEMA = {
