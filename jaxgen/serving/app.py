@@ -63,6 +63,7 @@ class Service:
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
+        thoughts: if True, the thoughts of a model whose chat template has tags for them are separated from the content.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class Service:
         adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
+        thoughts: bool = True,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
         context = context or cfg.model.context_length
-        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
+        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
@@ -373,7 +375,7 @@ class Service:
 
 
 def _says_something(delta: Delta, is_first: bool) -> bool:
-    return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
+    return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
