@@ -71,6 +71,7 @@ def serve(options: argparse.Namespace) -> None:
                 fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
                 keys=options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key],
                 limits=Limits(body=options.max_body, seconds=options.timeout),
+                thoughts=not options.thoughts_in_content,
             )
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait

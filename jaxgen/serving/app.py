@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,6 +31,7 @@ from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.page import page
+from jaxgen.serving.paths import PlainPaths
 from jaxgen.serving.protocol import (
     ChatRequest,
     Common,
@@ -120,7 +122,8 @@ class Service:
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: self._not_found})
+        plain, handlers = [Middleware(PlainPaths)], {HTTPException: self._not_found}
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers, middleware=plain)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:

@@ -25,7 +25,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "only text is supported"),
     "early_stopping": ((False,), "beams are offered by generate, not by the service"),
     "function_call": (("none",), "use tool_choice"),
-    "functions": (([],), "use tools"),
+    "functions": ((), "use tools"),
     "length_penalty": ((1,), "beams are offered by generate, not by the service"),
     "modalities": ((["text"],), "only text is supported"),
     "prediction": ((), "leave it out"),
@@ -271,7 +271,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     for name, (neutral, advice) in NEUTRAL.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}={shown(value)} is not supported: {advice}", name)
+            raise ApiError(400, f"{name} is not supported: {advice}; got {shown(value)}", name)
     return request
 
 

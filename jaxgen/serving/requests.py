@@ -15,7 +15,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxgen.config.ends import ends_of
+from jaxgen.config.ends import end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.errors import JaxgenError, shown
@@ -93,7 +93,8 @@ class Reader:
     ):
         self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
         self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        self._eos = ends_of(cfg, tokenizer)
+        self._more_eos = end_of_turn(cfg, tokenizer)
+        self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
         self._renderer = Renderer(tokenizer, thoughts)
         self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
         self._lock = threading.Lock()
@@ -238,7 +239,7 @@ class Reader:
             raise ApiError(400, "stop must not have an empty text", "stop")
         if stops:
             own["stop_strings"] = stops
-        if request.stop_token_ids or request.ignore_eos or self._eos != TokenIds().tokens(self.cfg.eos_token_id):
+        if request.stop_token_ids or request.ignore_eos or self._more_eos:
             self._check_ids(request.stop_token_ids or (), "stop_token_ids")
             own["eos_token_id"] = [*([] if request.ignore_eos else self._eos), *(request.stop_token_ids or ())] or None
         if request.logit_bias:

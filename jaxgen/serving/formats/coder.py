@@ -9,9 +9,9 @@ from typing import Any
 from jaxgen.errors import InputError
 from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.keywords import target, types_of
-from jaxgen.serving.formats.coder_grammar import parameters, properties, values_of
+from jaxgen.serving.formats.coder_grammar import ENDS, parameters, properties, values_of
 from jaxgen.serving.formats.format import Format, Functions
-from jaxgen.serving.formats.reading import Broken, Call, Reading, after_space, literal, parsed, until
+from jaxgen.serving.formats.reading import Broken, Call, Reading, after_space, literal, one_of, parsed, until
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _PARAMETER, _END = "<parameter=", "</parameter>"
@@ -31,28 +31,25 @@ class Coder(Format):
     shows = (_OPENING, "<function=", _PARAMETER)
 
     def read(self, functions: Functions) -> Reading[list[Call]]:
-        """Read one call; its last closing tag may be missing at the end of the text."""
+        """Read one call; its last closing tag may be missing at the end of the text.
+
+        Models sometimes leave out </parameter> or </function>, and the format's own parser accepts that.
+        """
         yield from literal(_OPENING)
         yield from literal("<function=", (yield from after_space()))
         name, _ = yield from until(">")
         if name not in functions:
             raise Broken
         schema, values, end = functions[name] or {}, {}, ""
-        yield from literal("<", (yield from after_space()))
-        while end != "</function>":
+        while end not in ("</function>", _CLOSING):
             if end != _PARAMETER:
-                char = yield
-                if char == "/":
-                    yield from literal("/function>", char)
-                    break
-                yield from literal("parameter=", char)
+                end = yield from one_of(_PARAMETER, *ENDS[2:], first=(yield from after_space()))
+                continue
             key, _ = yield from until(">")
-            # Models sometimes leave out </parameter>, and the format's own parser accepts that.
-            text, end = yield from until(_END, _PARAMETER, "</function>")
+            text, end = yield from until(*ENDS)
             values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
-            if end == _END:
-                yield from literal("<", (yield from after_space()))
-        yield from literal(_CLOSING, (yield from after_space()), may_end=True)
+        if end != _CLOSING:
+            yield from literal(_CLOSING, (yield from after_space()), may_end=True)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
     def grammar(self, functions: Functions, most: int | None) -> Expression:

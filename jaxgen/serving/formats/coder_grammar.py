@@ -12,7 +12,7 @@ from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.keywords import COMPANIONS, target
 from jaxgen.serving.free_text import any_but, free_text
 
-ENDS = ("</parameter>", "<parameter=", "</function>")  # the tags that end a value
+ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value
 _LENGTHS = ("minLength", "maxLength")
 
 Types = Callable[[Any, Mapping[str, Any]], set[str]]

@@ -49,6 +49,16 @@ def after_space() -> Reading[str]:
     return char
 
 
+def one_of(*texts: str, first: str) -> Reading[str]:
+    """Read one of several texts, and return it; `first` is its first character, which has been received."""
+    text = char = first
+    while text not in texts:
+        if not char or not any(other.startswith(text) for other in texts):
+            raise Broken
+        text += (char := (yield))
+    return text
+
+
 def until(*ends: str, first: str = "") -> Reading[tuple[str, str]]:
     """Read up to the first of several texts; return the text before it, and which one it is."""
     text, longest, lasts = [first], max(map(len, ends)), {end[-1] for end in ends}
