@@ -46,7 +46,9 @@ CODER = chatml(
 )
 # Llama's: one call in a message, without text, and results for the role ipython
 LLAMA = (
-    "{{ 'Respond with {\"name\": function name, \"parameters\": arguments}.' }}" + _TOOLS + "{% for message in messages %}"
+    '{{ \'Respond with {"name": function name, "parameters": arguments}.\' }}'
+    + _TOOLS
+    + "{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ '<|start|>ipython\\n' ~ message.content | tojson ~ '<|eot|>' }}"
     "{% elif 'tool_calls' in message %}{% if message.tool_calls | length != 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"

@@ -55,6 +55,7 @@ def running(
     template=TEMPLATE,
     adapters=(),
     warm: bool = True,
+    thoughts: bool = True,
     **engine,
 ):
     """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
@@ -78,7 +79,7 @@ def running(
         if warm:
             made.warmup()
         names = [name for name, _ in adapters]
-        more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
+        more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits, "thoughts": thoughts}
         service = Service(made, params, "tiny", context=WIDTH, **more)
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)

@@ -12,6 +12,7 @@ from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.regex import read_regex
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import (
+    Broken,
     Call,
     Reading,
     after_space,
@@ -42,7 +43,8 @@ class MistralList(Format):
         yield from literal(_OPENING)
         char = yield from after_space()
         if char == "[":
-            values = parsed((yield from json_text(char)))
+            if not (values := parsed((yield from json_text(char)))):
+                raise Broken
             return [call_of(value, functions) for value in values]
         name, end = yield from until(_ID, _ARGUMENTS, "{", first=char)
         given = None

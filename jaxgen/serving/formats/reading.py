@@ -59,18 +59,23 @@ def one_of(*texts: str, first: str) -> Reading[str]:
     return text
 
 
-def until(*ends: str, first: str = "") -> Reading[tuple[str, str]]:
-    """Read up to the first of several texts; return the text before it, and which one it is."""
-    text, longest, lasts = [first], max(map(len, ends)), {end[-1] for end in ends}
+def until(*ends: str, first: str | None = None) -> Reading[tuple[str, str]]:
+    """Read up to the first of several texts; return the text before it, and which one it is.
+
+    `first` is the first character if it has been received.
+    """
+    text: list[str] = []
+    longest, lasts = max(map(len, ends)), {end[-1] for end in ends}
     while True:
-        if text[-1] in lasts:
+        char = first if first is not None and not text else (yield)
+        if not char:
+            raise Broken
+        text.append(char)
+        if char in lasts:
             tail = "".join(text[-longest:])
             for end in ends:
                 if tail.endswith(end):
                     return "".join(text)[: -len(end)], end
-        if not (char := (yield)):
-            raise Broken
-        text.append(char)
 
 
 def json_text(first: str) -> Reading[str]:
