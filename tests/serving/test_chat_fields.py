@@ -171,7 +171,10 @@ def test_a_model_that_may_think_decides_itself(qwen):
 
 
 def test_thoughts_can_be_left_in_the_content():
-    with running(template=KINDS["R1"], thoughts=False) as made, httpx.Client(base_url=made.url, timeout=60) as http:
+    with (
+        running(template=KINDS["R1"], options={"thoughts": False}) as made,
+        httpx.Client(base_url=made.url, timeout=60) as http,
+    ):
         body = chat(http, max_tokens=40, structured_outputs={"regex": "hm</think>yes"})
         assert body["choices"][0]["message"] == {"role": "assistant", "content": "hm</think>yes", "refusal": None}
         assert "completion_tokens_details" not in body["usage"]
