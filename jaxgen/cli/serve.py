@@ -75,6 +75,7 @@ def serve(options: argparse.Namespace) -> None:
                 pooling=pooling,
                 cors_origins=options.cors_origin or [],
                 limits=Limits(body=options.max_body, seconds=options.timeout),
+                thoughts=not options.thoughts_in_content,
             )
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait

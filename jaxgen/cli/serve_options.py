@@ -45,6 +45,8 @@ def parser() -> arguments.Parser:
     add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
     states = "size of the table of all schemas in use, in states (default: 8192)"
     add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
+    apart = "leave a model's thoughts in the content of its answers, with their tags"
+    add("--thoughts-in-content", action="store_true", help=apart)
     limit = "seconds until a request fails (default: 600)"
     add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"

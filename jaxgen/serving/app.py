@@ -32,6 +32,7 @@ from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.openapi import openapi
 from jaxgen.serving.page import page
+from jaxgen.serving.paths import PlainPaths
 from jaxgen.serving.protocol import (
     ChatRequest,
     Common,
@@ -73,6 +74,7 @@ class Service:
         pooling: how the model turns a text into a vector, for embeddings.
         cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
             all.
+        thoughts: if True, the thoughts of a model whose chat template has tags for them are separated from the content.
     """
 
     def __init__(
@@ -89,12 +91,13 @@ class Service:
         response_store_bytes: int = 2**26,
         pooling: Pooling | None = None,
         cors_origins: Sequence[str] = (),
+        thoughts: bool = True,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
         context = context or cfg.model.context_length
-        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
+        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
@@ -136,7 +139,7 @@ class Service:
             Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
         ]
-        middleware = []
+        middleware = [Middleware(PlainPaths)]
         if self._origins:
             # The headers are not limited, because OpenAI's clients send their own.
             own: dict[str, Any] = {
@@ -144,7 +147,8 @@ class Service:
                 "allow_headers": ["*"],
                 "allow_methods": ["GET", "POST", "DELETE"],
             }
-            middleware.append(Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"]))
+            cors = Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"])
+            middleware.insert(0, cors)
         handlers: Any = {HTTPException: self._not_found}
         return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers=handlers)
 
@@ -273,7 +277,7 @@ class Service:
             earlier = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
         model = self._named(request.model)
         live = await self._begin(chat_request(request, earlier), renaming(self._reader.chat))
-        writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked.logprobs)
+        writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
         events = self._response_events(writer, live, [*earlier, *input_items(request)])
         if request.stream:
             await self._answering.submit(live)
@@ -295,8 +299,7 @@ class Service:
         yield writer.begin()
         async for group in self._answering.deltas(answers, live):
             yield [event for _, delta in group for event in writer.put(delta)]
-        thinking = getattr(answer, "thinking", 0)
-        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, thinking)
+        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, answer.thinking)
         response = writer.response
         if response.store:
             stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode([*items, *response.output]))
@@ -384,7 +387,7 @@ class Service:
 
 
 def _says_something(delta: Delta, is_first: bool) -> bool:
-    return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
+    return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

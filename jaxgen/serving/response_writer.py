@@ -10,6 +10,8 @@ import msgspec
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.serving.errors import ApiError
+from jaxgen.serving.formats.reading import Call
+from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_records import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -45,7 +47,7 @@ from jaxgen.serving.response_records import (
     TextOptions,
 )
 from jaxgen.serving.scored import Scored, TokenTexts, entries
-from jaxgen.serving.text import Call, Delta
+from jaxgen.serving.text import Delta
 
 # Fields of a request that its response repeats.
 _REPEATED = (
@@ -82,9 +84,9 @@ class ResponseWriter:
         response: the response so far. The last item is added when it is complete.
     """
 
-    def __init__(self, response: ResponseBody, texts: TokenTexts, top_logprobs: int | None):
+    def __init__(self, response: ResponseBody, texts: TokenTexts, asked: Asked):
         self.response = response
-        self._texts, self._top = texts, top_logprobs
+        self._texts, self._asked = texts, asked
         self._number = 0  # of the next event
         self._open: Message | ReasoningItem | None = None
         self._pieces: list[str] = []  # the text of the open item
@@ -97,10 +99,10 @@ class ResponseWriter:
 
     def put(self, delta: Delta) -> list[Event]:
         """Add generated tokens."""
-        thoughts = getattr(delta, "thought", "")
+        thoughts = delta.thought
         events = self._write(ReasoningItem, thoughts) if thoughts else []
-        if self._top is not None and delta.logprobs is not None and not (thoughts or delta.calls):
-            scored = Scored(delta.tokens, delta.logprobs, self._top)
+        if self._asked.logprobs is not None and delta.logprobs is not None and not (thoughts or delta.calls):
+            scored = Scored(delta.tokens, delta.logprobs, self._asked.logprobs)
             self._logprobs += msgspec.convert(entries(scored, self._texts), list[Logprob])
         if delta.text:
             events += self._write(Message, delta.text)
@@ -114,7 +116,7 @@ class ResponseWriter:
             self.response.status = "incomplete" if is_cut else "completed"
         return events
 
-    def end(self, prompt_tokens: int, cached_tokens: int, tokens: int, thought_tokens: int = 0) -> list[Event]:
+    def end(self, prompt_tokens: int, cached_tokens: int, tokens: int, thought_tokens: int) -> list[Event]:
         """Return the last event; call this method after the last `put`."""
         self.response.usage = ResponseUsage(
             input_tokens=prompt_tokens,
@@ -195,7 +197,7 @@ class ResponseWriter:
         """Add a call."""
         place, self._logprobs = len(self.response.output), []
         item = FunctionCall(
-            call_id=f"call_{secrets.token_hex(12)}",
+            call_id=call.id or self._asked.call_id(),
             name=call.name,
             arguments=call.arguments,
             id=f"fc_{secrets.token_hex(24)}",

@@ -9,12 +9,14 @@ import openai
 import pytest
 
 from jaxgen.serving.errors import ApiError
+from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatRequest
+from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_input import chat_request, messages_of, read_request
 from jaxgen.serving.response_records import EVENTS, Item, ResponseRequest
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_writer import ResponseWriter, new_response
-from jaxgen.serving.text import Call, Delta
+from jaxgen.serving.text import Delta
 from tests.support.service import KEY, running
 
 SCHEMA = {
@@ -214,8 +216,10 @@ class TestWriter:
     """All orders of thoughts, text and calls, which a small model does not generate."""
 
     def write(self, service, *deltas):
-        writer = ResponseWriter(new_response(ResponseRequest(input=""), "m", service.cfg), None, None)
-        found = [*writer.begin(), *(event for delta in deltas for event in writer.put(delta)), *writer.end(1, 0, 1)]
+        writer = ResponseWriter(
+            new_response(ResponseRequest(input=""), "m", service.cfg), None, Asked([], None, 1, None, None, None, 1)
+        )
+        found = [*writer.begin(), *(event for delta in deltas for event in writer.put(delta)), *writer.end(1, 0, 1, 0)]
         return [msgspec.to_builtins(event) for event in found], msgspec.to_builtins(writer.response)
 
     def delta(self, text="", calls=(), finish=None):
@@ -260,7 +264,9 @@ class TestWriter:
         assert [item["status"] for item in response["output"]] == ["completed"]
 
     def test_a_failure(self, service):
-        writer = ResponseWriter(new_response(ResponseRequest(input=""), "m", service.cfg), None, None)
+        writer = ResponseWriter(
+            new_response(ResponseRequest(input=""), "m", service.cfg), None, Asked([], None, 1, None, None, None, 1)
+        )
         writer.begin()
         writer.put(self.delta("a"))
         event = msgspec.to_builtins(writer.fail(ApiError(408, "too slow")))
