@@ -300,6 +300,16 @@ class TestInput:
             {"role": "assistant", "content": "e"},
         ]
 
+    def test_what_clients_and_other_servers_add_is_ignored(self):
+        part = {"type": "output_text", "text": "b", "annotations": [{"type": "url_citation"}], "parsed": None}
+        found = self.messages(
+            {**self.message("user", "a"), "id": "msg_1", "status": "completed", "phase": None, "cache_control": {}},
+            {"type": "message", "role": "assistant", "content": [part], "logprobs": None, "phase": "final_answer"},
+            {**CALL, "id": "fc_1", "namespace": None, "caller": {"type": "direct"}, "status": "completed"},
+            {**RESULT, "id": "fco_1", "name": "weather", "status": None},
+        )
+        assert found == self.messages(self.message("user", "a"), self.message("assistant", "b"), CALL, RESULT)
+
     def test_a_call_without_text(self):
         assert self.messages(CALL)[0]["content"] is None
 
@@ -367,6 +377,8 @@ REFUSED = [
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"metadata": {"a": 1}}, "metadata[...]"),
     ({"n": 2}, "n"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
 ]
 
 
