@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import msgspec
@@ -30,7 +30,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     add_special_tokens: bool = True
     user: str | None = None  # has no effect
 
@@ -109,7 +109,7 @@ class Embedder:
         if pooling.dimensions and size not in pooling.dimensions:
             text = f"dimensions must be one of {', '.join(map(str, pooling.dimensions))}, got {size}"
             raise ApiError(400, text, "dimensions")
-        if not 1 <= size <= full:
+        if size > full:
             raise ApiError(400, f"dimensions must be from 1 to {full}, got {size}", "dimensions")
 
     def passes(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:

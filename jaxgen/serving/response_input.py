@@ -92,9 +92,8 @@ def read_request(body: bytes) -> ResponseRequest:
     except msgspec.ValidationError as error:
         _refuse(str(error))
         request = decode(msgspec.json.encode(fields), ResponseRequest)  # raises the error in OpenAI's format
-    if request.max_output_tokens is not None and request.max_output_tokens < 1:
-        text = f"max_output_tokens must be at least 1, got {request.max_output_tokens}"
-        raise ApiError(400, text, "max_output_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     if request.top_logprobs and _LOGPROBS not in (request.include or ()):
         raise ApiError(400, f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
     return request

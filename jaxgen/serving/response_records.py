@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-
-from jaxgen.serving.protocol import StreamOptions
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -165,6 +163,12 @@ class ReasoningOptions(_Record):
     generate_summary: Literal["auto"] | None = None
 
 
+class ResponseStreamOptions(_Record):
+    """Options of a stream."""
+
+    include_obfuscation: bool = False  # random padding that hides lengths from network observers; there is none
+
+
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
@@ -177,11 +181,11 @@ class ResponseRequest(_Record):
     previous_response_id: str | None = None
     store: bool | None = True
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     include: list[Include] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedTools | None = None

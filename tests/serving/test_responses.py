@@ -306,6 +306,16 @@ class TestInput:
             {"role": "assistant", "content": "e"},
         ]
 
+    def test_what_clients_and_other_servers_add_is_ignored(self):
+        part = {"type": "output_text", "text": "b", "annotations": [{"type": "url_citation"}], "parsed": None}
+        found = self.messages(
+            {**self.message("user", "a"), "id": "msg_1", "status": "completed", "phase": None, "cache_control": {}},
+            {"type": "message", "role": "assistant", "content": [part], "logprobs": None, "phase": "final_answer"},
+            {**CALL, "id": "fc_1", "namespace": None, "caller": {"type": "direct"}, "status": "completed"},
+            {**RESULT, "id": "fco_1", "name": "weather", "status": None},
+        )
+        assert found == self.messages(self.message("user", "a"), self.message("assistant", "b"), CALL, RESULT)
+
     def test_a_call_without_text(self):
         assert self.messages(CALL)[0]["content"] is None
 
@@ -373,6 +383,8 @@ REFUSED = [
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"metadata": {"a": 1}}, "metadata[...]"),
     ({"n": 2}, "n"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
 ]
 
 
@@ -405,7 +417,10 @@ class TestStore:
         replayed = create(http, input=items, **own)
         assert second["output"][0]["content"] == replayed["output"][0]["content"]
         assert second["usage"]["input_tokens"] == replayed["usage"]["input_tokens"]  # without the instructions
-        assert same(second)["output"] == same(replayed)["output"]
+        http.delete(f"/v1/responses/{first['id']}")  # the second has a copy of what came before
+        third = create(http, input="Why?", previous_response_id=second["id"], **own)
+        items += [*second["output"], {"role": "user", "content": "Why?"}]
+        assert third["output"][0]["content"] == create(http, input=items, **own)["output"][0]["content"]
 
     def test_a_call_is_answered(self, http):
         own = {"tools": [WEATHER], "parallel_tool_calls": False, "seed": 4}
@@ -446,27 +461,33 @@ class TestStore:
         assert made["store"] is False
         assert http.get(f"/v1/responses/{made['id']}").status_code == 404
 
-    def test_old_responses_make_room(self):
-        store = ResponseStore(100, 3)
-        for number in range(4):
-            assert store.put(str(number), StoredResponse(b"a" * 10, b"b" * 10))
-        store.get("1")
-        assert store.put("4", StoredResponse(b"a" * 50, b""))  # 90 bytes, but 4 responses
-        found = []
-        for number in range(5):
-            try:
-                found.append(len(store.get(str(number)).body))
-            except ApiError as error:
-                found.append(error.status)
-        assert found == [404, 10, 404, 10, 50]
-        assert store.put("5", StoredResponse(b"a" * 30, b""))  # 120 bytes
-        with pytest.raises(ApiError):
-            store.get("1")
-        assert not store.put("6", StoredResponse(b"a" * 101, b""))
-        assert len(store.get("5").body) == 30
-        store.delete("4")
-        assert store.put("7", StoredResponse(b"a" * 50, b""))
-        assert len(store.get("5").body) == 30
+    def stored(self, store, names):
+        """Return the names in a store, without using the responses."""
+        return "".join(name for name in names if name in store._responses)
+
+    def test_the_number_of_responses_is_limited(self):
+        store = ResponseStore(1000, 3)
+        for name in "abcd":
+            assert store.put(name, StoredResponse(b"1", b"2"))
+        assert self.stored(store, "abcd") == "bcd"
+        store.get("b")
+        store.put("e", StoredResponse(b"1", b"2"))
+        assert self.stored(store, "abcde") == "bde"
+
+    def test_the_size_of_responses_is_limited(self):
+        store = ResponseStore(100)
+        for name in "abcde":
+            assert store.put(name, StoredResponse(b"1" * 10, b"2" * 10))
+        assert self.stored(store, "abcde") == "abcde"
+        store.put("f", StoredResponse(b"", b"2" * 21))
+        assert self.stored(store, "abcdef") == "cdef"
+        assert not store.put("g", StoredResponse(b"1" * 101, b""))
+        assert self.stored(store, "abcdefg") == "cdef"
+        store.delete("c")
+        store.put("h", StoredResponse(b"1" * 39, b""))
+        assert self.stored(store, "abcdefgh") == "defh"
+        with pytest.raises(ApiError, match="Response with id 'c' not found"):
+            store.delete("c")
 
     def test_many_at_once(self, http):
         """Conversations that share the store and the engine do not mix."""
