@@ -51,8 +51,8 @@ def say(run, talking, monkeypatch):
     ("options", "text"),
     [
         (["A"], '!"\n'),
-        (["A", "--eos-token-id", 4], '!"#$\n'),
-        (["--raw", "!"], '"#$%\n'),
+        (["A", "--eos-token-id", 60], '!"$\n'),  # the end of turn is a special token, so it is not printed
+        (["--raw", "!"], '"$%\n'),
     ],
 )
 def test_with_the_chat_template_the_tokenizers_end_of_turn_ends_an_answer(run, talking, options, text):

@@ -218,7 +218,7 @@ def test_calls_in_the_format_of_the_template(kind):
 )
 def test_the_tokenizers_end_of_turn_ends_an_answer(fields, ends):
     """A generation config that names only a base model's token lacks the token that ends turns."""
-    cfg = GenerationConfig(model=MODEL, max_new_tokens=9, eos_token_id=260, output_logprobs="logits", top_logprobs=1)
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=20, eos_token_id=260, output_logprobs="logits", top_logprobs=1)
     reader = Reader(cfg, byte_level(chat_template=KINDS["QWEN3"]), 100, 200, 8)
     asked = reader.chat(ChatRequest(messages=[USER], **fields))
     assert asked.prompts[0]["eos_token_id"] == ends
