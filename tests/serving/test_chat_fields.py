@@ -6,10 +6,13 @@ import httpx
 import openai
 import pytest
 
+from jaxgen import GenerationConfig
+from jaxgen.serving.protocol import ChatRequest, CompletionRequest
+from jaxgen.serving.requests import Reader
 from jaxgen.text.streaming import TextStream
 from tests.serving.test_service import events, refused
 from tests.support.dialects import KINDS
-from tests.support.service import running
+from tests.support.service import MODEL, running
 from tests.support.tokenizers import byte_level
 
 USER = {"role": "user", "content": "A bird?"}
@@ -207,6 +210,20 @@ def test_calls_in_the_format_of_the_template(kind):
             assert all(len(call.id) == 9 for call in calls)
         results = [{"role": "tool", "tool_call_id": call.id, "content": "blue"} for call in calls]
         client.chat.completions.create(**{**own, "messages": [USER, forced.message, *results], "max_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({}, [260, 262]), ({"ignore_eos": True}, None), ({"ignore_eos": True, "stop_token_ids": [5]}, [5])],
+)
+def test_the_tokenizers_end_of_turn_ends_an_answer(fields, ends):
+    """A generation config that names only a base model's token lacks the token that ends turns."""
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=20, eos_token_id=260, output_logprobs="logits", top_logprobs=1)
+    reader = Reader(cfg, byte_level(chat_template=KINDS["QWEN3"]), 100, 200, 8)
+    asked = reader.chat(ChatRequest(messages=[USER], **fields))
+    assert asked.prompts[0]["eos_token_id"] == ends
+    completed = reader.completion(CompletionRequest(prompt="A", **fields))
+    assert completed.prompts[0]["eos_token_id"] == ends
 
 
 def test_special_tokens_that_are_tags_stay_in_the_text():

@@ -9,6 +9,7 @@ import pytest
 from openapi_spec_validator import validate
 
 from jaxgen.serving.openapi import openapi
+from tests.support.dialects import KINDS
 from tests.support.service import KEY, running
 
 ORIGIN = "http://localhost:3000"
@@ -164,6 +165,13 @@ def test_what_the_document_forbids_is_refused(document, http):
                 assert answer.status_code == 400, (path, field, value, answer.text[:200])
                 refused += 1
     assert refused > 500
+
+
+def test_thoughts_are_as_described(document):
+    with running(template=KINDS["R1"]) as service, httpx.Client(base_url=service.url, timeout=60) as http:
+        for stream in (False, True):
+            own = {"max_tokens": 4, "seed": 1, "stream": stream}
+            assert answered(document, http, "/v1/chat/completions", messages=WORDS, **own) == 200
 
 
 def test_a_message_without_its_type(document, http):

@@ -17,6 +17,7 @@ from jaxgen.serving.response_records import EVENTS, Item, ResponseRequest
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.text import Delta
+from tests.support.dialects import KINDS
 from tests.support.service import KEY, running
 
 SCHEMA = {
@@ -37,6 +38,7 @@ WEATHER = {
     "strict": True,
 }
 WORDS = {"role": "user", "content": "Who are you?"}
+NOTHING_ASKED = Asked([], None, 1, None, None, list, 1)
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
@@ -56,6 +58,13 @@ def client(service):
 @pytest.fixture(scope="module")
 def http(service):
     with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    """A client of a model whose template opens a thought."""
+    with running(template=KINDS["R1"]) as service, httpx.Client(base_url=service.url, timeout=60) as made:
         yield made
 
 
@@ -212,6 +221,28 @@ class TestStream:
         assert json.loads(text)["kind"] in ("fox", "owl")
 
 
+class TestThoughts:
+    """Thoughts that the random model never ends."""
+
+    def test_they_are_an_item(self, thinking):
+        own = {"input": "Who?", "max_output_tokens": 20, "seed": 1}
+        whole = create(thinking, **own)
+        [item] = whole["output"]
+        chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 20, "seed": 1}
+        message = thinking.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]
+        assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+        assert item["content"] == [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 20
+        found = events(thinking, **own)
+        assert kinds(found)[2:5] == ["output_item.added", "content_part.added", "reasoning_text.delta"]
+        assert same(found[-1]["response"]) == same(whole)
+
+    def test_they_are_read_again(self, thinking):
+        first = create(thinking, input="Who?", max_output_tokens=5)
+        again = create(thinking, input="And?", previous_response_id=first["id"], max_output_tokens=5)
+        assert again["status"] == "incomplete"
+
+
 class TestWriter:
     """All orders of thoughts, text and calls, which a small model does not generate."""
 
@@ -244,6 +275,29 @@ class TestWriter:
         for event in found:
             if "item_id" in event:
                 assert response["output"][event["output_index"]]["id"] == event["item_id"]
+
+    def test_thoughts_then_text_then_a_call(self, service):
+        thought = [Delta("", [], [], None, None, "h"), Delta("a", [], [], None, None, "m")]
+        found, response = self.write(service, *thought, self.delta("b", ["f"]), self.delta(finish="tool_calls"))
+        assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
+        assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert response["output"][0]["summary"] == []
+        assert response["output"][1]["content"][0]["text"] == "ab"
+        assert kinds(found)[2:9] == [
+            "output_item.added",
+            "content_part.added",
+            "reasoning_text.delta",
+            "reasoning_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+        ]
+
+    def test_calls_have_the_ids_of_their_format(self, service):
+        calls = [Call("f", "{}", "abcdefghi"), Call("f", "{}")]
+        _, response = self.write(service, Delta("", calls, [], None, "tool_calls"))
+        assert response["output"][0]["call_id"] == "abcdefghi"
+        assert response["output"][1]["call_id"].startswith("call_")
 
     def test_an_empty_answer_has_an_empty_message(self, service):
         found, response = self.write(service, self.delta(finish="stop"))
