@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import flax.struct
@@ -102,20 +102,13 @@ class TokenAutomaton:
 
     @classmethod
     def from_expression(
-        cls,
-        expression: Expression,
-        tokenizer: Tokenizer,
-        *,
-        name: str = "the grammar",
-        vocab_size: int | None = None,
-        special: Collection[str] = (),
+        cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
     ) -> TokenAutomaton:
         """Build the automaton for an expression from `jaxgen.grammar`, such as a schema surrounded by fixed text.
 
-        `name` is the grammar's name in error messages. `special` lists special tokens that may be generated where the
-        expression allows their text. The other arguments and errors are as in `from_regex`.
+        `name` is the grammar's name in error messages. The other arguments and errors are as in `from_regex`.
         """
-        tokens = _tokens(tokenizer, vocab_size, special)
+        tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
         classes, transitions = _token_table(automaton.table, tokens)
         useful = useful_states(transitions, automaton.accepting, automaton.start)
@@ -288,13 +281,10 @@ class TokenAutomaton:
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
 
 
-def _tokens(tokenizer: Tokenizer, vocab_size: int | None, special: Collection[str] = ()) -> list[bytes]:
-    """Return the bytes that each id adds to the text: b"" for ids without a token, and special tokens not listed."""
+def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes]:
+    """Return the bytes that each token id adds to the text; b"" for special tokens and ids without a token."""
     check_tokenizer(tokenizer)
     tokens = [token or b"" for token in tokenizer.token_bytes()]
-    for text in special:
-        if (token := tokenizer.backend.token_to_id(text)) is not None and token < len(tokens):
-            tokens[token] = text.encode()
     return tokens if vocab_size is None else tokens[:vocab_size] + [b""] * (vocab_size - len(tokens))
 
 

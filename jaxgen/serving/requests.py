@@ -29,6 +29,7 @@ from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Stru
 from jaxgen.serving.rendering import Prompt, Renderer
 from jaxgen.serving.text import Answer, StopCut
 from jaxgen.serving.tools import Tools
+from jaxgen.text.spelled import Spelled
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -97,6 +98,7 @@ class Reader:
         self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
         self._renderer = Renderer(tokenizer, thoughts)
         self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
+        self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
         self._lock = threading.Lock()
 
     def completion(self, request: CompletionRequest) -> Asked:
@@ -314,19 +316,16 @@ class Reader:
 
     def _cached(self, key: Any, name: str, read: Callable[[], Expression], prompt: Prompt | None) -> TokenAutomaton:
         """Return the automaton for an expression; the thought of an answer to `prompt` may come before its text."""
-        before, special = (None, ()) if prompt is None else (prompt.before, prompt.marks)
+        before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
         key = (key, None if prompt is None else prompt.key)
         with self._lock:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
-        grammar = TokenAutomaton.from_expression(
-            sequence(before or EMPTY, read()),
-            self.tokenizer,
-            name=name,
-            vocab_size=self.cfg.model.vocab_size,
-            special=special,
-        )
+            if marks not in self._tokenizers:
+                self._tokenizers[marks] = Spelled(self.tokenizer, marks)
+        expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
+        grammar = TokenAutomaton.from_expression(expression, self._tokenizers[marks], name=name, vocab_size=vocab)
         with self._lock:
             grammar = self._grammars.setdefault(key, grammar)
             if len(self._grammars) > _GRAMMARS:

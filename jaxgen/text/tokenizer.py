@@ -21,14 +21,7 @@ from jaxgen.text.continued import encode_after, prefixes_of
 from jaxgen.text.ids import id_list, rows_of
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
-from jaxgen.text.tokenizer_config import (
-    CLASS_DEFAULTS,
-    TEMPLATE_FOLDER,
-    TOKENIZER_FILES,
-    add_tokens,
-    check_types,
-    read_config,
-)
+from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_PATHS, add_tokens, check_types, read_config
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 from jaxgen.text.utf8_text import encoded
 
@@ -156,7 +149,7 @@ class Tokenizer:
             InputError: the directory already has a file of a tokenizer.
         """
         directory = Path(path)
-        if found := [name for name in (*TOKENIZER_FILES, TEMPLATE_FOLDER) if os.path.lexists(directory / name)]:
+        if found := [name for name in TOKENIZER_PATHS if os.path.lexists(directory / name)]:
             raise InputError(f"{directory} already has {found[0]}: choose another directory, or remove the file")
         directory.mkdir(parents=True, exist_ok=True)
         config = {**self._config, "tokenizer_class": self._config.get("tokenizer_class") or "PreTrainedTokenizerFast"}

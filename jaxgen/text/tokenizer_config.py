@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.model chat_template.jinja chat_template.json"
 ).split()
 TEMPLATE_FOLDER = "additional_chat_templates"  # templates besides the default one, each in the file NAME.jinja
+TOKENIZER_PATHS = (*TOKENIZER_FILES, TEMPLATE_FOLDER)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null counts as a value)

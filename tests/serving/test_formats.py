@@ -18,6 +18,7 @@ from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.formats.llama import Llama
 from jaxgen.serving.formats.mistral import MistralIdentified, MistralList, MistralNamed
 from jaxgen.serving.formats.reading import Call
+from jaxgen.text.spelled import Spelled
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level, byte_level_backend
 
@@ -363,7 +364,7 @@ def test_content_and_calls_come_as_soon_as_they_are_certain():
 
 def automaton(form, functions=FUNCTIONS, most=None, tok=None):
     tok = tok or byte_level()
-    return TokenAutomaton.from_expression(form.grammar(functions, most), tok, special=form.marks)
+    return TokenAutomaton.from_expression(form.grammar(functions, most), Spelled(tok, form.marks))
 
 
 def ends_of(made, ids) -> bool | None:

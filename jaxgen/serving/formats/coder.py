@@ -6,17 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.errors import InputError
 from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
-from jaxgen.grammar.keywords import target, types_of
-from jaxgen.serving.formats.coder_grammar import ENDS, parameters, properties, values_of
+from jaxgen.grammar.keywords import types_of
+from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import Broken, Call, Reading, after_space, literal, one_of, parsed, until
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _PARAMETER, _END = "<parameter=", "</parameter>"
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
-_DEEPEST = 8  # maximum number of references and alternatives that are followed to find the types of a value
 
 
 class Coder(Format):
@@ -92,7 +90,7 @@ def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
 
 def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the types that a schema names; none for a schema that names no type."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
         return set()
     given = schema.get("type", [])
     found = {name for name in (given if isinstance(given, list) else [given]) if name in _TYPES}
@@ -103,8 +101,5 @@ def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         for part in schema[keyword] if isinstance(schema.get(keyword), list) else []:
             found |= types(part, root, depth + 1)
     if "$ref" in schema:
-        try:
-            found |= types(target(root, schema["$ref"], "the schema"), root, depth + 1)
-        except InputError:  # only a forced call needs a valid schema
-            return found
+        found |= types(target(root, schema["$ref"]), root, depth + 1)
     return found

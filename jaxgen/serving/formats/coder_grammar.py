@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import Expression, Repeat, choice, sequence
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.keywords import COMPANIONS, target
 from jaxgen.serving.free_text import any_but, free_text
 
+DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
 ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _LENGTHS = ("minLength", "maxLength")
 
 Types = Callable[[Any, Mapping[str, Any]], set[str]]
@@ -30,6 +32,14 @@ def values_of(schema: Mapping[str, Any]) -> list[Any]:
     return listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
 
 
+def target(root: Mapping[str, Any], reference: Any) -> Any:
+    """Return the schema that a reference within `root` points to, or None."""
+    found: Any = root if isinstance(reference, str) and reference.startswith("#") else None
+    for part in str(reference).split("/")[1:]:
+        found = found.get(unquote(part).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
 def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expression]:
     """Return the grammar of each parameter of a function, in the order of the schema; optional ones may be left out.
 
@@ -39,7 +49,7 @@ def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expressi
         InputError: the schema is not supported.
     """
     try:
-        if unsupported := [key for key in schema if key in COMPANIONS]:
+        if unsupported := [key for key in schema if key in _WHOLE]:
             raise InputError(f"{name}.parameters has {unsupported[0]}: list the properties there instead")
         required = schema.get("required", [])
         if missing := [key for key in required if key not in properties(schema)]:
@@ -56,8 +66,12 @@ def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expressi
 
 def _text(schema: Any, root: dict[str, Any], where: str, types: Types) -> Expression:
     """Return the grammar of a value: a string without quotation marks, or anything else as JSON."""
-    while isinstance(schema, dict) and "$ref" in schema:
-        schema = target(root, schema["$ref"], where)
+    for _ in range(DEEPEST):
+        if isinstance(schema, dict) and "$ref" in schema:
+            found = target(root, schema["$ref"])
+            if found is None:
+                raise InputError(f"{where} refers to {shown(schema['$ref'])}, which is not in the schema")
+            schema = found
     if not isinstance(schema, dict):
         return free_text(*ENDS)
     if values := values_of(schema):
