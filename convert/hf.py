@@ -42,7 +42,7 @@ from jaxgen.model.sharding import shardings
 from jaxgen.model.weights import Quantized
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.tokenizer import check_tokenizer
-from jaxgen.text.tokenizer_config import TOKENIZER_FILES
+from jaxgen.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
@@ -338,10 +338,12 @@ def _add_tokenizer(tokenizer: Any, target: Path, directory: Path) -> None:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy all `TOKENIZER_FILES` that exist."""
+    """Copy all `TOKENIZER_FILES` that exist, and the additional chat templates."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
+    if (source / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATE_FOLDER, directory / TEMPLATE_FOLDER, dirs_exist_ok=True)
 
 
 def _parameters(

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from convert.hf import TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.config import read_model
 from jaxgen.text.json_file import fetch_again, read_json
+from jaxgen.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
@@ -54,7 +54,8 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     name, revision = match.groups()
     if revision is not None and not _REVISION.fullmatch(revision):
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
-    all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES]
+    of_tokenizer = [*TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*"]
+    all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *of_tokenizer]
     directory = _fetch(name, revision, all_but_weights)
     _check_config(model, directory)
     directory = _fetch(name, directory.name, ["*.safetensors"])  # the directory is named after its commit

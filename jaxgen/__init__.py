@@ -33,7 +33,9 @@ _NAMES = {
     "output": "GenerateOutput",
     "decoding.logprobs": "LogProbs",
     "scoring.choices": "ChoiceScores score_choices",
+    "scoring.embedding": "embed",
     "scoring.many": "TokenScores score_many",
+    "scoring.pooling": "Pooling",
     "scoring.text": "score",
     "scoring.transitions": "compute_transition_scores",
     "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
@@ -97,7 +99,9 @@ if TYPE_CHECKING:
     from jaxgen.output import GenerateOutput as GenerateOutput
     from jaxgen.precompile import warmup as warmup
     from jaxgen.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
+    from jaxgen.scoring.embedding import embed as embed
     from jaxgen.scoring.many import TokenScores as TokenScores, score_many as score_many
+    from jaxgen.scoring.pooling import Pooling as Pooling
     from jaxgen.scoring.text import score as score
     from jaxgen.scoring.transitions import compute_transition_scores as compute_transition_scores
     from jaxgen.text.streaming import (

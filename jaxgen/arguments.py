@@ -122,6 +122,13 @@ def named_path(text: str) -> tuple[str, Path]:
     return name, path(rest)
 
 
+def origin(text: str) -> str:
+    """Parse the origin of a page, such as http://localhost:3000, or "*" for all origins."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:-]+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} must be SCHEME://HOST or SCHEME://HOST:PORT in lower case, or *")
+    return text
+
+
 def source(text: str) -> str:
     """Parse a file name, or "-" for stdin."""
     return str(path(text))

@@ -40,6 +40,7 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
+from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.rng import seed_key
 from jaxgen.engine.forms import not_in_slots
@@ -155,7 +156,8 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     if options.html is not None:
         check_target(options.html)
     source = open_model(options, [] if options.adapter is None else [options.adapter])
-    cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
+    tokenizer = Tokenizer.from_pretrained(source.path)
+    cfg = _configured(source, options, tokenizer)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
             "--token-healing continues the prompt's own text, but the chat template adds text after it: add --raw, or "
@@ -272,8 +274,11 @@ def prompt_text(options: argparse.Namespace) -> str | None:
     return text
 
 
-def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationConfig:
-    """Return the checkpoint's config, updated with the command line's options."""
+def _configured(source: Checkpoint, options: argparse.Namespace, tokenizer: Tokenizer) -> GenerationConfig:
+    """Return the checkpoint's config, updated with the command line's options.
+
+    With a chat template, the tokenizer's end of turn ends an answer too, unless --eos-token-id is set.
+    """
     given = generation_fields(options)
     logged = "logits" if options.logprobs or options.html is not None else None
     alternatives = 0 if options.html is None else ALTERNATIVES
@@ -281,6 +286,8 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
         cfg = source.cfg.replace(**given, output_logprobs=logged, top_logprobs=alternatives)
     except TypeError as error:  # a JSON value of the wrong type
         raise InputError(str(error)) from error
+    if tokenizer.chat_template is not None and not options.raw and "eos_token_id" not in given:
+        cfg = with_end_of_turn(cfg, tokenizer)
     if options.chat and cfg.num_return_sequences > 1:
         raise InputError(
             f"--chat gives one answer per message, but the checkpoint asks for {cfg.num_return_sequences}: add "

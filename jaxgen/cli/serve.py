@@ -20,6 +20,7 @@ from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError
+from jaxgen.scoring.pooling import Pooling
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.version import __version__
 
@@ -40,7 +41,7 @@ def serve(options: argparse.Namespace) -> None:
         adapters = dict(options.adapter or [])
         paths = list(adapters.values())
         source = open_model(options, paths)
-        tokenizer = Tokenizer.from_pretrained(source.path)
+        tokenizer, pooling = Tokenizer.from_pretrained(source.path), Pooling.from_pretrained(source.path)
         params, loaded = load_model(source, paths, options, mesh_of_devices(options.mesh))
         context = loaded.model.context_length
         cfg = configured(loaded, options, context)
@@ -70,7 +71,11 @@ def serve(options: argparse.Namespace) -> None:
                 adapters=list(adapters),
                 fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
                 keys=options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key],
+                response_store_bytes=options.response_store_bytes,
+                pooling=pooling,
+                cors_origins=options.cors_origin or [],
                 limits=Limits(body=options.max_body, seconds=options.timeout),
+                thoughts=not options.thoughts_in_content,
             )
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait

@@ -28,6 +28,8 @@ def parser() -> arguments.Parser:
     add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
     key = "answer only clients with this key; can be repeated (default: JAXGEN_API_KEY in the environment, or none)"
     add("--api-key", action="append", metavar="KEY", help=key)
+    origin = "let pages from this origin, such as http://localhost:3000, use the service; can be repeated; * for all"
+    add("--cors-origin", type=arguments.origin, action="append", metavar="URL", help=origin)
     add("--slots", type=arguments.count, default=16, metavar="N", help="answers generated at a time (default: 16)")
     width = "maximum tokens in a prompt, for which memory is reserved (default: the model's context, at most 4096)"
     add("--prompt-width", type=arguments.count, metavar="N", help=width)
@@ -39,8 +41,12 @@ def parser() -> arguments.Parser:
     add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help=likely)
     store = "size of the store for prompts that begin alike (default: 256 MB); 0 turns it off"
     add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
+    stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
+    add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
     states = "size of the table of all schemas in use, in states (default: 8192)"
     add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
+    apart = "leave a model's thoughts in the content of its answers, with their tags"
+    add("--thoughts-in-content", action="store_true", help=apart)
     limit = "seconds until a request fails (default: 600)"
     add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"

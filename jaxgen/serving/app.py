@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import hashlib
 import hmac
@@ -11,25 +10,29 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
-from jaxgen.scoring.text import score
+from jaxgen.scoring.pooling import Pooling
+from jaxgen.serving.answering import Answering
+from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.openapi import openapi
 from jaxgen.serving.page import page
+from jaxgen.serving.paths import PlainPaths
 from jaxgen.serving.protocol import (
     ChatRequest,
     Common,
@@ -40,14 +43,18 @@ from jaxgen.serving.protocol import (
     decode,
 )
 from jaxgen.serving.replies import Replies
-from jaxgen.serving.requests import Asked, Reader, compiles
+from jaxgen.serving.requests import Asked, Reader
+from jaxgen.serving.response_input import chat_request, input_items, read_request, renaming
+from jaxgen.serving.response_records import Deleted, Event, Item
+from jaxgen.serving.response_store import ResponseStore, StoredResponse
+from jaxgen.serving.response_stream import ResponseStream
+from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.scored import Scored, TokenTexts
-from jaxgen.serving.stream import EventStream, leaves
-from jaxgen.serving.text import Answer, Delta
+from jaxgen.serving.stream import EventStream
+from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
-_PREPARING = 2  # number of threads that read requests
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
 
 
@@ -63,6 +70,11 @@ class Service:
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
+        response_store_bytes: the size of the store for responses; 0 turns it off.
+        pooling: how the model turns a text into a vector, for embeddings.
+        cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
+            all.
+        thoughts: if True, the thoughts of a model whose chat template has tags for them are separated from the content.
     """
 
     def __init__(
@@ -76,12 +88,16 @@ class Service:
         adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
+        response_store_bytes: int = 2**26,
+        pooling: Pooling | None = None,
+        cors_origins: Sequence[str] = (),
+        thoughts: bool = True,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
         context = context or cfg.model.context_length
-        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
+        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
@@ -97,17 +113,21 @@ class Service:
         kind = "text" if tokenizer.chat_template is None else "chat"
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
-        self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        # Compiling a grammar can take seconds, and other requests must not wait for it.
-        self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
-        self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)
+        self._origins = list(cors_origins)
+        self._embedder = Embedder(params, cfg, tokenizer, pooling or Pooling(), self._reader.width)
+        self._responses = ResponseStore(response_store_bytes)
+        self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
 
     def app(self) -> Starlette:
         """Return the application; when it shuts down, the engine finishes the submitted requests."""
         routes = [
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/responses", self._guarded(self._respond), methods=["POST"]),
+            Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
+            Route("/v1/responses/{name}", self._guarded(self._forget), methods=["DELETE"]),
+            Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
@@ -116,16 +136,27 @@ class Service:
             *(Route(path, self._health, methods=["GET"]) for path in ("/health", "/v1/health", "/ping")),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: self._not_found})
+        middleware = [Middleware(PlainPaths)]
+        if self._origins:
+            # The headers are not limited, because OpenAI's clients send their own.
+            own: dict[str, Any] = {
+                "allow_origins": self._origins,
+                "allow_headers": ["*"],
+                "allow_methods": ["GET", "POST", "DELETE"],
+            }
+            cors = Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"])
+            middleware.insert(0, cors)
+        handlers: Any = {HTTPException: self._not_found}
+        return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers=handlers)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
         await in_thread(None, self._engine.close)
-        for pool in (self._pool, self._compiling, self._scoring):
-            pool.shutdown(wait=False)
+        self._answering.close()
 
     def _gauges(self) -> dict[str, float]:
         counts = self._engine.counts()
@@ -198,110 +229,25 @@ class Service:
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = decode(await self._body(http), kind)
-        started = time.monotonic()
-        model = self._named(request.model)
-        asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
-        if len(asked.prompts) > (most := self._engine.most_waiting):
-            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, but at most {most} are accepted", "prompt")
-        if (adapter := self._adapters[model]) >= 0:
-            for prompt in asked.prompts:
-                prompt["adapter"] = adapter
-        replies = Replies(request, asked, model, self._fingerprint, self._texts)
-        self.metrics.observe("request_params_n", asked.sequences)
-        self.metrics.observe("request_params_max_tokens", asked.budget)
-        live = Live(asked, self._engine, self.metrics, started, streams=bool(request.stream))
+        live = await self._begin(request, read)
+        replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:
-            scored = await self._until_left(http, self._scored(asked), live)
-            await self._submit(live)
+            scored = await self._answering.until_left(http, self._answering.scored(live.asked), live)
+            await self._answering.submit(live)
             return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
-        return await self._until_left(http, self._whole(replies, live), live)
+        return await self._answering.until_left(http, self._whole(replies, live), live)
 
-    async def _submit(self, live: Live) -> None:
-        if not live.asked.budget:
-            return
-        await in_thread(self._pool, live.submit)
-        lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
-        self.metrics.count("prompt_tokens_total", sum(lengths))
-        self.metrics.count("prefix_cache_queries_total", sum(lengths))
-        for length in lengths:
-            self.metrics.observe("request_prompt_tokens", length)
-
-    async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
-        """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
-        try:
-            await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if left.done():
-                raise ClientDisconnect
-            self.metrics.count("request_cancelled_total")
-            raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
-        finally:
-            if not task.done() or task.exception() is not None:
-                live.cancel()
-            for each in (task, left):
-                each.cancel()
+    async def _begin(self, request: Common, read: Callable[[Any], Asked]) -> Live:
+        """Read a request for the model or adapter that it names."""
+        adapter = self._adapters[self._named(request.model)]
+        return await self._answering.begin(request, read, adapter)
 
     async def _whole(self, replies: Replies, live: Live) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        scored = await self._scored(live.asked)
-        await self._submit(live)
-        answers = live.asked.answers()
-        deltas = dict([pair async for group in self._deltas(answers, live) for pair in group])
-        choices = [(answer, deltas[place]) for place, answer in enumerate(answers)]
-        return replies.whole(choices, replies.usage(answers, live.cached_tokens), scored)
-
-    async def _deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield groups of additions that became available together, each addition with the index of its answer."""
-        left = len(answers)
-        if not live.asked.budget:
-            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
-            return
-        while left:
-            happened = [await live.news.get()]
-            while not live.news.empty():
-                happened.append(live.news.get_nowait())
-            group = []
-            for place, news in happened:
-                handle = live.handles[place // live.asked.sequences]
-                if handle.failure is not None:
-                    raise handle.failure
-                if news.stop_reason:
-                    done = handle.completion(news.sequence)
-                    if done.error:
-                        status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
-                        raise ApiError(status, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
-                    if not live.streams:  # only this event was queued, so it must contain all tokens
-                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
-                group.append((place, answers[place].put(news)))
-                if news.stop_reason:
-                    left -= 1
-                    self._ended(answers[place], live.started)
-            yield group
-        self.metrics.count("prefix_cache_hits_total", live.cached_tokens)
-
-    def _ended(self, answer: Answer, started: float) -> None:
-        """Update the metrics for a sequence that has ended."""
-        reason = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}.get(answer.reason, "stop")
-        self.metrics.count("request_success_total", finished_reason=reason)
-        self.metrics.observe("request_generation_tokens", answer.count)
-        self.metrics.observe("e2e_request_latency_seconds", time.monotonic() - started)
-
-    async def _scored(self, asked: Asked) -> list[Scored] | None:
-        """Return the log-probabilities of the prompts' tokens, or None if they were not requested."""
-        if asked.prompt_logprobs is None:
-            return None
-        return [await in_thread(self._scoring, self._score, prompt, asked) for prompt in asked.prompts]
-
-    def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
-        # top_logprobs is always the maximum, so that only one program is compiled for each width.
-        ids, cfg = prompt["ids"], self._reader.cfg.replace(adapter=prompt.get("adapter", -1))
-        scores = score(
-            self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
-        )
-        row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
-        return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
+        scored = await self._answering.scored(live.asked)
+        await self._answering.submit(live)
+        choices = await self._answering.whole(live)
+        return replies.whole(choices, replies.usage([answer for answer, _ in choices], live.cached_tokens), scored)
 
     async def _events(
         self, replies: Replies, live: Live, scored: list[Scored] | None
@@ -318,10 +264,75 @@ class Service:
                 return body | {"usage": replies.usage(answers, live.cached_tokens)}
             return body | ({"usage": None} if options.include_usage else {})
 
-        async for group in self._deltas(answers, live):
+        async for group in self._answering.deltas(answers, live):
             yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
         if options.include_usage:
             yield [replies.last(replies.usage(answers, live.cached_tokens))]
+
+    async def _respond(self, http: Request) -> Any:
+        """Return the response to a request of the Responses API, or a stream of its events."""
+        request = read_request(await self._body(http))
+        earlier: list[Item] = []
+        if (previous := request.previous_response_id) is not None:
+            earlier = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
+        model = self._named(request.model)
+        live = await self._begin(chat_request(request, earlier), renaming(self._reader.chat))
+        writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
+        events = self._response_events(writer, live, [*earlier, *input_items(request)])
+        if request.stream:
+            await self._answering.submit(live)
+            return ResponseStream(writer, events, live, self._limits, self.metrics)
+        await self._answering.until_left(http, self._exhaust(events, live), live)
+        return writer.response
+
+    async def _exhaust(self, events: AsyncIterator[Any], live: Live) -> None:
+        """Answer a request whose events are not sent."""
+        await self._answering.submit(live)
+        async for _ in events:
+            pass
+
+    async def _response_events(
+        self, writer: ResponseWriter, live: Live, items: list[Item]
+    ) -> AsyncIterator[list[Event]]:
+        """Yield groups of events. Store the response, which follows `items`, before its last event."""
+        [answer] = answers = live.asked.answers()
+        yield writer.begin()
+        async for group in self._answering.deltas(answers, live):
+            yield [event for _, delta in group for event in writer.put(delta)]
+        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, answer.thinking)
+        response = writer.response
+        if response.store:
+            stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode([*items, *response.output]))
+            response.store = self._responses.put(response.id, stored)
+        yield last
+
+    async def _stored(self, http: Request) -> Any:
+        if http.query_params:
+            name = next(iter(http.query_params))
+            raise ApiError(400, f"{shown(name)} is not supported: a response is returned whole", name)
+        return Response(self._responses.get(http.path_params["name"]).body, media_type="application/json")
+
+    async def _forget(self, http: Request) -> Any:
+        self._responses.delete(name := http.path_params["name"])
+        return Deleted(id=name)
+
+    async def _embeddings(self, http: Request) -> Any:
+        request = decode(await self._body(http), EmbeddingRequest)
+        model = self._named(request.model)
+        rows = await in_thread(self._answering.pool, self._embedder.read, request)
+        tokens = sum(map(len, rows))
+        self.metrics.count("prompt_tokens_total", tokens)
+        vectors = await self._answering.until_left(http, self._vectors(rows, self._adapters[model]))
+        return self._embedder.answer(request, vectors, tokens, model)
+
+    async def _vectors(self, rows: list[list[int]], adapter: int) -> np.ndarray:
+        """Return the vectors of texts; between two passes, other requests have their turn."""
+        found: dict[int, np.ndarray] = {}
+        for places in self._embedder.passes(rows):
+            own = [rows[place] for place in places]
+            vectors = await in_thread(self._answering.scoring, self._embedder.vectors, own, adapter)
+            found |= zip(places, vectors, strict=True)
+        return np.stack([found[place] for place in range(len(rows))])
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}
@@ -337,7 +348,7 @@ class Service:
     async def _tokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), TokenizeRequest)
         self._named(asked.model)
-        return await in_thread(self._pool, self._tokens, asked)
+        return await in_thread(self._answering.pool, self._tokens, asked)
 
     def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         if (asked.prompt is None) == (asked.messages is None):
@@ -352,7 +363,7 @@ class Service:
     async def _detokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), DetokenizeRequest)
         self._named(asked.model)
-        return {"prompt": await in_thread(self._pool, self._reader.tokenizer.decode, asked.tokens, False)}
+        return {"prompt": await in_thread(self._answering.pool, self._reader.tokenizer.decode, asked.tokens, False)}
 
     async def _tokenizer_info(self, _: Request) -> Any:
         tokenizer = self._reader.tokenizer
@@ -364,6 +375,9 @@ class Service:
     async def _version(self, _: Request) -> Response:
         return _json(200, {"version": __version__})
 
+    async def _openapi(self, _: Request) -> Response:
+        return Response(openapi(bool(self._keys)), media_type="application/json")
+
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -373,7 +387,7 @@ class Service:
 
 
 def _says_something(delta: Delta, is_first: bool) -> bool:
-    return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
+    return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

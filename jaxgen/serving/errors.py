@@ -33,17 +33,26 @@ class ApiError(Exception):
         message: states the value received, what is allowed, and what to do.
         param: the field of the request that caused the error, or None.
         headers: additional response headers.
+        code: OpenAI's name for the error, or the status.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        code: str | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, headers or {}
+        self.code = code or status
 
     @property
     def body(self) -> dict[str, Any]:
         """The response's body."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: BaseException) -> ApiError:

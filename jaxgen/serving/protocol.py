@@ -1,15 +1,17 @@
 """Request bodies, with OpenAI's fields and some common fields that vLLM adds.
 
-A field that is not listed here is rejected, and the error names it. `None` means the same as a missing field.
+A field of a body that is not listed here is rejected, and the error names it. `None` means the same as a missing field.
+Messages and tools may have other fields, which are ignored: clients add many that mean nothing to a text model.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from jaxgen.errors import shown
 from jaxgen.serving.errors import ApiError
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
@@ -17,13 +19,21 @@ _PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {
     "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
     "guided_decoding_backend": "there is only one implementation: leave it out",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "suffix": "text is only generated after the prompt",
-    "audio": "only text is supported",
-    "modalities": "only text is supported: leave it out",
-    "use_beam_search": "beams are offered by generate, not by the service",
-    "best_of": "leave it out, or pass n",
+}
+# Fields that are accepted with the values that change nothing, and the advice for all other values.
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "only text is supported"),
+    "early_stopping": ((False,), "beams are offered by generate, not by the service"),
+    "function_call": (("none",), "use tool_choice"),
+    "functions": ((), "use tools"),
+    "length_penalty": ((1,), "beams are offered by generate, not by the service"),
+    "modalities": ((["text"],), "only text is supported"),
+    "prediction": ((), "leave it out"),
+    "priority": ((0,), "requests are answered in the order in which they arrive"),
+    "spaces_between_special_tokens": ((True,), "tokens are decoded as the tokenizer says"),
+    "suffix": (("",), "text is only generated after the prompt"),
+    "use_beam_search": ((False,), "beams are offered by generate, not by the service"),
+    "web_search_options": ((), "the service does not search the web"),
 }
 
 
@@ -85,6 +95,20 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     verbosity: str | None = None
+    # These fields are accepted with a value that changes nothing; see NEUTRAL.
+    audio: Any = None
+    best_of: int | None = None
+    early_stopping: Any = None
+    function_call: Any = None
+    functions: Any = None
+    length_penalty: float | None = None
+    modalities: Any = None
+    prediction: Any = None
+    priority: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    suffix: str | None = None
+    use_beam_search: bool | None = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +118,6 @@ class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
-    best_of: int | None = None
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,6 +125,91 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     type: str
     json_schema: dict[str, Any] | None = None
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    """The function of a call; `arguments` is the text of a JSON object, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class PastCall(msgspec.Struct):
+    """A call that an earlier answer made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = "function"
+
+
+class Message(msgspec.Struct):
+    """A message of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    # These fields have a meaning that is not supported; they must be empty.
+    audio: Any = None
+    function_call: Any = None
+    prefix: bool | None = None
+
+
+class Function(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool that the model may use."""
+
+    function: Function
+    type: str = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A tool that a request chooses."""
+
+    function: NamedFunction
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that the model may or must use."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class Choice(msgspec.Struct):
+    """The value of `tool_choice` if it is an object."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
@@ -112,11 +220,13 @@ class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tools: list[Any] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
 
@@ -128,9 +238,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
-    add_special_tokens: bool = True
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
     return_token_strs: bool | None = False
 
 
@@ -147,18 +261,31 @@ Body = TypeVar("Body")
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
+    for name, (neutral, advice) in NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in neutral:
+            raise ApiError(400, f"{name} is not supported: {advice}; got {shown(value)}", name)
+    return request
 
 
-def _explained(text: str) -> ApiError:
+def record(value: Any, kind: type[Body], where: str) -> Body:
+    """Return an object of a request as a record of type `kind`, or raise an `ApiError`; `where` names the object."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), where) from error
+
+
+def _explained(text: str, where: str = "") -> ApiError:
     place = _PLACE.search(text)
-    path = place[1] if place else ""
+    path = ".".join(filter(None, [where, place[1] if place else ""]))
     if field := _FIELD.search(text):
         name = ".".join(filter(None, [path, field[2]]))
         reason = "is missing" if field[1] != "unknown" else f"is not supported: {_INSTEAD.get(name, 'leave it out')}"

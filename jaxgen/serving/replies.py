@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatRequest, Common
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 from jaxgen.serving.text import Answer, Delta
-from jaxgen.serving.tools import Call
 
 
 @dataclasses.dataclass
@@ -43,7 +43,10 @@ class Replies:
         prompts = sum(len(prompt["ids"]) for prompt in self.asked.prompts)
         generated = sum(answer.count for answer in answers)
         total = {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
-        return total | {"prompt_tokens_details": {"cached_tokens": cached}}
+        total |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        if thinking := sum(answer.thinking for answer in answers):
+            total["completion_tokens_details"] = {"reasoning_tokens": thinking}
+        return total
 
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
@@ -67,6 +70,8 @@ class Replies:
         body = self._head("chat.completion.chunk")
         if self._is_chat:
             content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+            if delta.thought:
+                content["reasoning_content"] = delta.thought
             if delta.text:
                 content["content"] = delta.text
             if delta.calls:
@@ -97,8 +102,10 @@ class Replies:
         return "" if self.asked.texts is None else self.asked.texts[index // self.asked.sequences]
 
     def _chat_choice(self, index: int, answer: Answer, delta: Delta, _: Any) -> dict[str, Any]:
-        content = delta.text if delta.text or not delta.calls else None
+        content = delta.text if delta.text or not (delta.calls or delta.thought) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if delta.thought:
+            message["reasoning_content"] = delta.thought
         if delta.calls:
             message["tool_calls"] = [self._call(call) for call in delta.calls]
         choice = {"index": index, "message": message, "logprobs": self._chat_logprobs(delta)}
@@ -121,7 +128,7 @@ class Replies:
 
     def _call(self, call: Call) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        return {"id": call.id or self.asked.call_id(), "type": "function", "function": function}
 
     def _scored(self, delta: Delta, of_prompt: Scored | None) -> Scored | None:
         """Return the tokens whose log-probabilities are shown, or None; an echoed prompt's tokens come first."""

@@ -15,14 +15,21 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxgen.config.ends import end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.errors import JaxgenError, shown
+from jaxgen.grammar.expression import EMPTY, Expression, sequence
+from jaxgen.grammar.json_schema import read_schema
+from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.errors import ApiError
+from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
+from jaxgen.serving.rendering import Prompt, Renderer
 from jaxgen.serving.text import Answer, StopCut
-from jaxgen.serving.tools import CallParser, Tools, template_messages
+from jaxgen.serving.tools import Tools
+from jaxgen.text.spelled import Spelled
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -44,6 +51,7 @@ class Asked:
         prompt_logprobs: the number of most likely tokens to show for each token of a prompt, or None.
         answer: a function that creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
+        call_id: a function that returns a new id for a call.
     """
 
     prompts: list[dict[str, Any]]
@@ -53,6 +61,7 @@ class Asked:
     prompt_logprobs: int | None
     answer: Callable[[], Answer]
     budget: int
+    call_id: Callable[[], str] = Hermes().call_id
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each sequence of each prompt."""
@@ -71,19 +80,29 @@ class Reader:
         width: the maximum number of tokens in a prompt.
         context: the maximum number of tokens in a prompt and its answer together.
         entries: the maximum number of entries in an option whose value is a table of ids.
+        thoughts: if True, thoughts are separated from the content of answers.
     """
 
-    def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):
+    def __init__(
+        self,
+        cfg: GenerationConfig,
+        tokenizer: Tokenizer,
+        width: int,
+        context: int,
+        entries: int,
+        thoughts: bool = True,
+    ):
         self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
         self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        self._eos = TokenIds().tokens(cfg.eos_token_id)
+        self._more_eos = end_of_turn(cfg, tokenizer)
+        self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
+        self._renderer = Renderer(tokenizer, thoughts)
         self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
+        self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
         self._lock = threading.Lock()
 
     def completion(self, request: CompletionRequest) -> Asked:
         """Read a request for completions."""
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
         given = _prompts(request.prompt)
         rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
         shown_logprobs = self._top(request.logprobs, "logprobs")
@@ -106,29 +125,18 @@ class Reader:
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
-        ids = self.conversation(request, tools)
+        prompt = self._renderer.prompt(request, tools)
+        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         if most is not None and most < 1:
             raise ApiError(400, f"max_completion_tokens must be at least 1, got {most}", "max_completion_tokens")
-        return self._asked(request, [ids], most, top, of_prompt, tools, None)
+        return self._asked(request, [ids], most, top, of_prompt, prompt, None)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
         """Return the ids of the conversation in a request."""
-        variables = dict(request.chat_template_kwargs or {})
-        if taken := {"messages", "tools", "documents", "add_generation_prompt"} & variables.keys():
-            raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}", "chat_template_kwargs")
-        if (effort := getattr(request, "reasoning_effort", None)) is not None:
-            variables["reasoning_effort"] = effort
-        text = self.tokenizer.render_chat(
-            template_messages(request.messages or ()),
-            request.add_generation_prompt,
-            tools=None if tools is None else tools.for_template,
-            documents=getattr(request, "documents", None),
-            **variables,
-        )
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(self._renderer.prompt(request, tools).text, add_special_tokens=False)
 
     def _asked(
         self,
@@ -137,10 +145,12 @@ class Reader:
         most: int | None,
         logprobs: int | None,
         of_prompts: int | None,
-        tools: Tools | None,
+        prompt: Prompt | None,
         texts: list[str] | None,
     ) -> Asked:
         """Read the fields shared by requests for completions and for chat completions."""
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
         if request.stream and request.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not offered with stream: leave one of them out", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
@@ -151,7 +161,7 @@ class Reader:
             rows = [row[-request.truncate_prompt_tokens :] for row in rows]
         budgets = [self._budget(len(row), most) for row in rows]
         options = self._options(request, max(budgets))
-        if (grammar := self._grammar(request, tools)) is not None:
+        if (grammar := self._grammar(request, prompt)) is not None:
             options["allowed"] = grammar
         if logprobs is None:
             options["output_logprobs"] = None
@@ -159,16 +169,21 @@ class Reader:
             options["top_logprobs"] = logprobs
         prompts = [{"ids": row, "max_new_tokens": budget, **options} for row, budget in zip(rows, budgets, strict=True)]
         if options["do_sample"]:
-            for prompt, key in zip(prompts, _keys(request.seed, len(prompts)), strict=True):
-                prompt["key"] = key
+            for each, key in zip(prompts, _keys(request.seed, len(prompts)), strict=True):
+                each["key"] = key
 
         def answer() -> Answer:
-            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
+            kept = () if prompt is None else prompt.marks
+            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens, kept=kept)
             cut = StopCut(options.get("stop_strings", ()), request.include_stop_str_in_output)
-            parser = CallParser(tools.names, tools.most_calls) if tools is not None and tools.parses else None
-            return Answer(stream, cut, parser, tools is not None and tools.named)
+            if prompt is None:
+                return Answer(stream, cut, None, None, False)
+            return Answer(
+                stream, cut, prompt.thoughts(), prompt.calls(), prompt.tools is not None and prompt.tools.named
+            )
 
-        return Asked(prompts, texts, options.get("n", 1), logprobs, of_prompts, answer, max(budgets))
+        asked = Asked(prompts, texts, options.get("n", 1), logprobs, of_prompts, answer, max(budgets))
+        return asked if prompt is None else dataclasses.replace(asked, call_id=prompt.form.call_id)
 
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=adds_special) if isinstance(prompt, str) else prompt
@@ -226,7 +241,7 @@ class Reader:
             raise ApiError(400, "stop must not have an empty text", "stop")
         if stops:
             own["stop_strings"] = stops
-        if request.stop_token_ids or request.ignore_eos:
+        if request.stop_token_ids or request.ignore_eos or self._more_eos:
             self._check_ids(request.stop_token_ids or (), "stop_token_ids")
             own["eos_token_id"] = [*([] if request.ignore_eos else self._eos), *(request.stop_token_ids or ())] or None
         if request.logit_bias:
@@ -259,7 +274,7 @@ class Reader:
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _grammar(self, request: Common, tools: Tools | None) -> TokenAutomaton | None:
+    def _grammar(self, request: Common, prompt: Prompt | None) -> TokenAutomaton | None:
         """Return the automaton that an answer must follow, or None."""
         given = {"structured_outputs": request.structured_outputs}
         for kind in ("json", "regex", "choice"):
@@ -267,48 +282,54 @@ class Reader:
                 given[f"guided_{kind}"] = Structured(**{kind: value})
         given["response_format"] = _response_format(request)
         given = {name: structure for name, structure in given.items() if structure is not None}
-        if tools is not None and tools.forced:
+        if prompt is not None and prompt.tools is not None and prompt.tools.forced:
             if given:
                 raise ApiError(400, f"{min(given)} cannot be combined with a tool_choice that requires a tool call")
-            return self._cached(tools.key, lambda: tools.automaton(self.tokenizer, self.cfg.model.vocab_size))
+            tools, form = prompt.tools, prompt.form
+            key = (type(form).__name__, tools.key)
+            return self._cached(key, "the grammar of the tool calls", lambda: tools.grammar(form), prompt)
         if len(given) > 1:
             raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
         if not given:
             return None
         [(name, structure)] = given.items()
         try:
-            return self._structured(name, structure)
+            return self._structured(name, structure, prompt)
         except JaxgenError as error:
             raise ApiError(400, f"{name}: {error}", name) from error
 
-    def _structured(self, name: str, structure: Structured) -> TokenAutomaton | None:
+    def _structured(self, name: str, structure: Structured, prompt: Prompt | None) -> TokenAutomaton:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
             raise ApiError(400, f"{name} must have exactly one of json, regex, choice and json_object", name)
         [(kind, value)] = asked.items()
-        tokenizer, vocab = self.tokenizer, self.cfg.model.vocab_size
         if kind == "choice":
             if not value or not all(value):
                 raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._cached((kind, value), lambda: TokenAutomaton.from_regex(value, tokenizer, vocab_size=vocab))
+            return self._cached((kind, value), "the pattern", lambda: read_regex(value), prompt)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
-        return self._cached(key, lambda: TokenAutomaton.from_json_schema(schema, tokenizer, vocab_size=vocab))
+        return self._cached(key, "the schema", lambda: read_schema(schema), prompt)
 
-    def _cached(self, key: Any, build: Callable[[], TokenAutomaton | None]) -> TokenAutomaton | None:
+    def _cached(self, key: Any, name: str, read: Callable[[], Expression], prompt: Prompt | None) -> TokenAutomaton:
+        """Return the automaton for an expression; the thought of an answer to `prompt` may come before its text."""
+        before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
+        key = (key, None if prompt is None else prompt.key)
         with self._lock:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
-        grammar = build()
-        if grammar is not None:
-            with self._lock:
-                grammar = self._grammars.setdefault(key, grammar)
-                if len(self._grammars) > _GRAMMARS:
-                    self._grammars.popitem(last=False)
+            if marks not in self._tokenizers:
+                self._tokenizers[marks] = Spelled(self.tokenizer, marks)
+        expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
+        grammar = TokenAutomaton.from_expression(expression, self._tokenizers[marks], name=name, vocab_size=vocab)
+        with self._lock:
+            grammar = self._grammars.setdefault(key, grammar)
+            if len(self._grammars) > _GRAMMARS:
+                self._grammars.popitem(last=False)
         return grammar
 
 

@@ -26,7 +26,9 @@ class EventStream(StreamingResponse):
     If the stream ends early, the prompts in `live` are cancelled.
     """
 
-    def __init__(self, groups: AsyncIterator[list[dict[str, Any]]], live: Live, limits: Limits, metrics: Metrics):
+    _END = b"data: [DONE]\n\n"
+
+    def __init__(self, groups: AsyncIterator[list[Any]], live: Live, limits: Limits, metrics: Metrics):
         self._groups, self._live, self._limits, self._metrics, self._ended = groups, live, limits, metrics, False
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._bodies(), headers=headers, media_type="text/event-stream")
@@ -57,7 +59,7 @@ class EventStream(StreamingResponse):
                     break
                 following = asyncio.ensure_future(anext(self._groups, None))
                 if group:
-                    yield b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in group)
+                    yield b"".join(map(self._encoded, group))
             else:
                 message = f"the answer took more than {self._limits.seconds:g} seconds"
                 error = ApiError(408, message, headers=NO_RETRY)
@@ -67,8 +69,15 @@ class EventStream(StreamingResponse):
         finally:
             following.cancel()
         if error is not None:
-            yield b"data: " + msgspec.json.encode(error.body) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            yield self._encoded(self._failure(error))
+        yield self._END
+
+    def _encoded(self, chunk: Any) -> bytes:
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def _failure(self, error: ApiError) -> Any:
+        """Return the last chunk of a stream that failed."""
+        return error.body
 
 
 async def leaves(receive: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build an answer's text as tokens arrive: decode whole characters, cut at stop strings, and extract tool calls."""
+"""Build an answer as tokens arrive: decode whole characters, cut at stop strings, split off thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import NamedTuple
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.results import Event
-from jaxgen.serving.tools import Call, CallParser
+from jaxgen.serving.formats.format import CallParser
+from jaxgen.serving.formats.reading import Call
+from jaxgen.serving.thoughts import ThoughtParser
 from jaxgen.text.streaming import TextStream
 
 
@@ -57,11 +59,12 @@ class Delta(NamedTuple):
     """Addition to an answer.
 
     Attributes:
-        text: the new text, without tool calls.
+        text: the new text, without thoughts and tool calls.
         calls: complete tool calls.
         tokens: the new tokens, including those whose text is held back.
         logprobs: the log-probabilities of the tokens, or None.
         finish: OpenAI's finish reason; None before the end.
+        thought: the new text of the thought.
     """
 
     text: str
@@ -69,6 +72,7 @@ class Delta(NamedTuple):
     tokens: list[int]
     logprobs: LogProbs | None
     finish: str | None
+    thought: str = ""
 
 
 class Answer:
@@ -76,13 +80,16 @@ class Answer:
 
     Attributes:
         count: the number of tokens so far.
+        thinking: the number of tokens of the thought so far.
         calls: the number of tool calls so far.
         reason: why the sequence ended; `StopReason.NONE` before it ends.
     """
 
-    def __init__(self, stream: TextStream, cut: StopCut, parser: CallParser | None, forced: bool):
-        self._stream, self._cut, self._parser, self._forced = stream, cut, parser, forced
-        self.count = self.calls = 0
+    def __init__(
+        self, stream: TextStream, cut: StopCut, thoughts: ThoughtParser | None, parser: CallParser | None, forced: bool
+    ):
+        self._stream, self._cut, self._thoughts, self._parser, self._forced = stream, cut, thoughts, parser, forced
+        self.count = self.thinking = self.calls = 0
         self.reason = StopReason.NONE
 
     @property
@@ -94,17 +101,30 @@ class Answer:
         """Process an event of the sequence, and return what the event adds to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
-        text, calls = self._cut.put(self._stream.put(news.tokens)), []
-        if self.reason:
-            text += self._cut.put(self._stream.end())
-            text += self._cut.end()
+        thought, text = self._read(news.tokens)
+        calls: list[Call] = []
         if self._parser is not None:
             text, calls = self._parser.put(text)
             if self.reason:
                 rest, more = self._parser.end()
                 text, calls = text + rest, calls + more
         self.calls += len(calls)
-        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None)
+        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None, thought)
+
+    def _read(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """Return the thought and the other text that tokens add."""
+        parts = []
+        if self._thoughts is None:
+            parts.append(("", self._cut.put(self._stream.put(tokens))))
+        else:
+            for token in tokens:  # one by one, to count the tokens of the thought
+                was_open = self._thoughts.is_open
+                parts.append(self._thoughts.put(self._cut.put(self._stream.put(token))))
+                self.thinking += was_open or self._thoughts.is_open
+        if self.reason:
+            rest = self._cut.put(self._stream.end()) + self._cut.end()
+            parts += [("", rest)] if self._thoughts is None else [self._thoughts.put(rest), self._thoughts.end()]
+        return "".join(thought for thought, _ in parts), "".join(text for _, text in parts)
 
     def _finish(self) -> str:
         if self.reason == StopReason.LENGTH:

@@ -73,13 +73,18 @@ def render(
     for name, given in (("tools", tools), ("documents", documents)):
         if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
             raise TypeError(f"{name} must be a list of dicts, got {given!r}")
-    chosen = _choose(templates, tools)
-    _check_roles(conversation, chosen)
+    own = chosen(templates, tools)
+    if own is None:
+        others = f" named default (its templates: {', '.join(sorted(templates))})" if templates else ""
+        raise InputError(
+            f"this tokenizer has no chat template{others}: use batch on text, or add a chat_template.jinja"
+        )
+    _check_roles(conversation, own)
     name = f"the chat template{f' of {source}' if source else ''}"
     given = {"messages": conversation, "tools": tools, "documents": documents, **variables}
     try:
         try:
-            template = _compile(chosen)
+            template = _compile(own)
         except Exception as error:  # jinja's parser and Python's compiler raise many kinds of errors
             raise ConfigError(f"{name} cannot be compiled: {_reason(error)}") from error
         try:
@@ -88,6 +93,11 @@ def render(
             raise InputError(f"{name} fails on this conversation: {_reason(error)}") from error
     except sandbox.TooMuch as error:
         raise ConfigError(f"{name} {error}") from error
+
+
+def chosen(templates: Mapping[str, str], tools: Any) -> str | None:
+    """Return the template for conversations with these tools, or None if there is none."""
+    return templates.get("tool_use" if tools is not None and "tool_use" in templates else "default")
 
 
 def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -105,14 +115,6 @@ def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[st
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _choose(templates: Mapping[str, str], tools: Any) -> str:
-    name = "tool_use" if tools is not None and "tool_use" in templates else "default"
-    if name in templates:
-        return templates[name]
-    others = f" named default (its templates: {', '.join(sorted(templates))})" if templates else ""
-    raise InputError(f"this tokenizer has no chat template{others}: use batch on text, or add a chat_template.jinja")
 
 
 def _check_messages(messages: Any) -> None:

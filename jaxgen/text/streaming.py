@@ -6,15 +6,16 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
 import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.text.cleaning import clean_up
 from jaxgen.text.ids import id_list
 from jaxgen.text.token_bytes import FALLBACK
-from jaxgen.text.tokenizer import Tokenizer, clean_up
+from jaxgen.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A possible beginning of a string that `clean_up` replaces, such as " n't" or " 've"
@@ -31,6 +32,8 @@ class TextStream:
     U+FFFD. With clean-up, a space and the characters after it are held back if clean-up might change them. `end`
     returns the text that is still held back. The cost of a token depends on the number of tokens held back, not on all
     earlier tokens.
+
+    `kept` lists special tokens whose text is decoded even if special tokens are skipped.
     """
 
     def __init__(
@@ -39,12 +42,13 @@ class TextStream:
         *,
         skip_special_tokens: bool = True,
         clean_up_tokenization_spaces: bool | None = None,
+        kept: Collection[str] = (),
     ):
         self.tokenizer = tokenizer
-        self.skip_special_tokens = skip_special_tokens
         self.cleans_up = tokenizer.cleans_up(clean_up_tokenization_spaces)
         added = tokenizer.backend.get_added_tokens_decoder()
-        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        special = {i for i, token in added.items() if token.special and token.content not in kept}
+        self._skipped = special if skip_special_tokens else set()
         decoder = tokenizer.backend.decoder
         self._byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._restart()
@@ -65,7 +69,7 @@ class TextStream:
         self._undecided = ""  # text that clean-up might still change
 
     def _decode(self) -> str:
-        return self.tokenizer.decode(self._window, self.skip_special_tokens, False)
+        return self.tokenizer.decode(self._window, False, False)  # the window has no token that is skipped
 
     def _put(self, token_id: int) -> str:
         token = self.tokenizer.backend.id_to_token(token_id)

@@ -16,11 +16,12 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.text import chat_template
+from jaxgen.text.cleaning import clean_up
 from jaxgen.text.continued import encode_after, prefixes_of
 from jaxgen.text.ids import id_list, rows_of
 from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
-from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_FILES, add_tokens, check_types, read_config
+from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_PATHS, add_tokens, check_types, read_config
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 from jaxgen.text.utf8_text import encoded
 
@@ -105,9 +106,9 @@ class Tokenizer:
         """Read the tokenizer from a local HF directory.
 
         tokenizer.json is required, and all other files are optional. tokenizer_config.json is called "the config" here.
-        A chat_template.jinja takes precedence over the config's template. As in HF, special_tokens_map.json and
-        added_tokens.json are read only if the config has no `added_tokens_decoder`. config.json is read only if the
-        config does not name a tokenizer class.
+        A chat_template.jinja takes precedence over the config's template, and additional_chat_templates/NAME.jinja
+        over a template with this name. As in HF, special_tokens_map.json and added_tokens.json are read only if the
+        config has no `added_tokens_decoder`. config.json is read only if the config does not name a tokenizer class.
 
         tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and LlamaTokenizerFast. For
         these two classes, the config's `add_bos_token` (on by default) and `add_eos_token` apply instead, as in HF.
@@ -148,7 +149,7 @@ class Tokenizer:
             InputError: the directory already has a file of a tokenizer.
         """
         directory = Path(path)
-        if found := [name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]:
+        if found := [name for name in TOKENIZER_PATHS if os.path.lexists(directory / name)]:
             raise InputError(f"{directory} already has {found[0]}: choose another directory, or remove the file")
         directory.mkdir(parents=True, exist_ok=True)
         config = {**self._config, "tokenizer_class": self._config.get("tokenizer_class") or "PreTrainedTokenizerFast"}
@@ -298,6 +299,10 @@ class Tokenizer:
             raise InputError("conversations with this beginning have no first token in common: use chat alone")
         return prefix
 
+    def chat_template_for(self, tools: Any) -> str | None:
+        """Return the template that `render_chat` uses with these tools, or None if there is none."""
+        return chat_template.chosen(self._templates, tools)
+
     def render_chat(
         self,
         conversation: Sequence[Mapping[str, Any]],
@@ -438,13 +443,3 @@ def check_tokenizer(tokenizer: object) -> None:
     """Raise a TypeError if `tokenizer` is not jaxgen's `Tokenizer`, for example if it comes from transformers."""
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
-
-
-def clean_up(text: str) -> str:
-    """Remove spaces using the same replacements as HF's `clean_up_tokenization`, in the same order."""
-    for mark in (".", "?", "!", ","):
-        text = text.replace(" " + mark, mark)
-    text = text.replace(" ' ", "'")
-    for ending in ("n't", "'m", "'s", "'ve", "'re"):
-        text = text.replace(" " + ending, ending)
-    return text

@@ -20,6 +20,8 @@ TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
     "tokenizer.model chat_template.jinja chat_template.json"
 ).split()
+TEMPLATE_FOLDER = "additional_chat_templates"  # templates besides the default one, each in the file NAME.jinja
+TOKENIZER_PATHS = (*TOKENIZER_FILES, TEMPLATE_FOLDER)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 # Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null counts as a value)
@@ -64,9 +66,16 @@ def read_config(directory: Path) -> dict[str, Any]:
             str(index): {"content": token, "special": token in special, "normalized": token not in special}
             for token, index in (read_json(directory / "added_tokens.json") or {}).items()
         }
-    template = directory / "chat_template.jinja"
-    if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
-        config["chat_template"] = decoded(str(template), data)
+    files = {file.stem: file for file in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
+    templates = {}
+    for name, file in {"default": directory / "chat_template.jinja", **files}.items():
+        if (data := read_file(file, 4 * chat_template.LARGEST)) is not None:
+            templates[name] = decoded(str(file), data)
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        templates = chat_template.named(config.get("chat_template")) | templates
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     return config
 
 

@@ -47,6 +47,21 @@ def say(run, talking, monkeypatch):
     return say
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["A"], '!"\n'),
+        (["A", "--eos-token-id", 60], '!"$\n'),  # the end of turn is a special token, so it is not printed
+        (["--raw", "!"], '"$%\n'),
+    ],
+)
+def test_with_the_chat_template_the_tokenizers_end_of_turn_ends_an_answer(run, talking, options, text):
+    """The checkpoint's generation config names another token, as those of models tuned from a base model often do."""
+    (talking / "tokenizer_config.json").write_text(json.dumps({"eos_token": "#"}), encoding="utf-8")
+    (talking / "generation_config.json").write_text(json.dumps({"eos_token_id": 60}), encoding="utf-8")
+    assert run("--model", talking, "--max-new-tokens", 4, *options)[:2] == (0, text)
+
+
 class TestChat:
     # The model counts from the newline that ends every prompt, so all answers begin with "!".
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--prot", "1"], "unknown option --prot: did you mean --port?"),
         (["a", "b"], "'b' does not belong to an option"),
         (["--slots", "0"], "0 must be at least 1"),
+        (["--cors-origin", "http://a/"], "must be SCHEME://HOST"),
+        (["--cors-origin", "example.org"], "must be SCHEME://HOST"),
+        (["--response-store-bytes", "-1"], "-1 must be at least 0"),
         (["--host", "999.1.1.1"], "--host 999.1.1.1"),
         (["nowhere", "--port", "0"], "nowhere"),
     ],
@@ -44,6 +47,7 @@ def test_a_port_in_use(capsys):
 def test_a_service_from_start_to_end(tmp_path):
     command = [sys.executable, "-m", "jaxgen", "serve", "--port", "0", "--slots", "2", "--prompt-width", "64"]
     command += ["--max-new-tokens", "64", "--api-key", "one", "--api-key", "two", "--name", "mine"]
+    command += ["--cors-origin", "http://[::1]:3000", "--response-store-bytes", "0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # plugins for other devices may print warnings
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
@@ -52,6 +56,11 @@ def test_a_service_from_start_to_end(tmp_path):
         with httpx.Client(base_url=url[1], headers={"Authorization": "Bearer two"}, timeout=60) as http:
             [card] = http.get("/models").json()["data"]
             assert (card["id"], card["max_model_len"]) == ("mine", 640)
+            origin = {"Origin": "http://[::1]:3000"}
+            assert http.get("/models", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
+            response = http.post("/responses", json={"input": "Hello", "max_output_tokens": 1}).json()
+            assert response["store"] is False
+            assert len(http.post("/embeddings", json={"input": "Hello"}).json()["data"][0]["embedding"]) == 192
             messages = [{"role": "user", "content": "Who are you?"}]
             answer = http.post("/chat/completions", json={"messages": messages, "temperature": 0}).json()
             assert "jaxgen" in answer["choices"][0]["message"]["content"]

@@ -12,7 +12,7 @@ import pytest
 
 from convert import __main__ as command
 from convert.__main__ import compare
-from convert.hf import TOKENIZER_FILES, load_hf, open_checkpoint
+from convert.hf import TEMPLATE_FOLDER, TOKENIZER_FILES, load_hf, open_checkpoint
 from tests.support.adapters import factors, merged, write
 from tests.support.checkpoints import QWEN2, weights
 
@@ -153,13 +153,15 @@ def test_list_needs_sound_files(call, qwen2):
 def test_the_same_dtype_gives_identical_files(call, qwen2, tmp_path):
     for name in TOKENIZER_FILES:
         (qwen2 / name).write_text(name)
+    (qwen2 / TEMPLATE_FOLDER).mkdir()
+    (qwen2 / TEMPLATE_FOLDER / "tool_use.jinja").write_text("T")
     (qwen2 / "README.md").write_text("")
     status, _, _ = call(qwen2, tmp_path / "out")
     assert status == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         {path.name for path in qwen2.iterdir()} - {"README.md"}
     )
-    for name in ("model.safetensors", *TOKENIZER_FILES):
+    for name in ("model.safetensors", f"{TEMPLATE_FOLDER}/tool_use.jinja", *TOKENIZER_FILES):
         assert (tmp_path / "out" / name).read_bytes() == (qwen2 / name).read_bytes()
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((qwen2 / name).read_text())

@@ -4,7 +4,7 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxgen import InputError, generate, score
+from jaxgen import InputError, embed, generate, score
 from jaxgen.serving.app import Service
 from tests.support.adapters import factors, write
 from tests.support.models import slow
@@ -32,6 +32,22 @@ def test_a_model_answers_with_its_adapter(service, name, adapter):
     assert choice["token_ids"] == np.asarray(out.sequences)[0, 4:].tolist()
     scores = score(service.params, out.sequences, cfg).logprobs[0]
     np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], scores[1:], atol=1e-4)
+
+
+def test_vectors_and_responses_with_an_adapter(service):
+    found = []
+    for name, adapter in (("tiny", -1), ("fox", 1)):
+        body = {"model": name, "input": [[5, 9, 200, 31]]}
+        answer = httpx.post(f"{service.url}/v1/embeddings", json=body, timeout=60).json()
+        found.append(answer["data"][0]["embedding"])
+        vectors = embed(service.params, body["input"], service.cfg.replace(adapter=adapter))
+        np.testing.assert_allclose(found[-1], vectors[0], atol=3e-5)
+        own = {"model": name, "input": "Who?", "max_output_tokens": 8, "temperature": 0}
+        response = httpx.post(f"{service.url}/v1/responses", json=own, timeout=60).json()
+        assert response["model"] == answer["model"] == name
+        found.append(response["output"][0]["content"][0]["text"])
+    assert not np.allclose(found[0], found[2], atol=1e-3)
+    assert found[1] != found[3]
 
 
 def test_models_are_listed_with_their_base(service):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen.serving.page import page
+from tests.support.dialects import KINDS
 from tests.support.service import KEY, running
 
 SETTINGS = re.compile(r'<script type="application/json" id="settings">(.*?)</script>', re.DOTALL)
@@ -171,6 +172,19 @@ class TestInABrowser:
             messages.append({"role": "assistant", "content": shown})
         note = self.text(driver, ".assistant:last-child .note")
         assert re.fullmatch(r"\d+ tokens · (length|stop) · \d+ tokens/s", note)
+
+    def test_a_thought_is_folded_and_not_sent_back(self, driver):
+        with running(template=KINDS["R1"]) as service:
+            driver.get(service.url)
+            for name, value in {"seed": 7, "max_tokens": 8}.items():
+                self.set(driver, name, value)
+            self.send(driver, "Hello")
+            self.wait_for_answers(driver, 1)
+            wanted = self.ask(service, [{"role": "user", "content": "Hello"}], seed=7, max_tokens=8)["message"]
+            shown = driver.execute_script("return document.querySelector('.thought').textContent")
+            assert shown == "Thought" + wanted["reasoning_content"]
+            assert not self.find(driver, ".thought").get_attribute("open")
+            assert driver.execute_script("return document.querySelector('.assistant').message.text") == ""
 
     def test_tokens_are_shaded_and_show_their_alternatives(self, service, driver):
         from selenium.webdriver.common.action_chains import ActionChains

@@ -55,9 +55,14 @@ def running(
     template=TEMPLATE,
     adapters=(),
     warm: bool = True,
+    options=(),
+    new: int = NEW,
     **engine,
 ):
-    """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
+    """Yield a service. `adapters` contains (name, folder) pairs. If `warm` is False, nothing is compiled in advance.
+
+    `options` are more arguments of the service, and `engine` those of the engine. `new` is the longest answer.
+    """
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
@@ -65,7 +70,7 @@ def running(
         params = load_adapter([folder for _, folder in adapters], params, GenerationConfig(model=model))
     cfg = GenerationConfig(
         model=model,
-        max_new_tokens=NEW,
+        max_new_tokens=new,
         pad_token_id=0,
         eos_token_id=tokenizer.eos_token_id,
         do_sample=True,
@@ -78,8 +83,8 @@ def running(
         if warm:
             made.warmup()
         names = [name for name, _ in adapters]
-        more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
-        service = Service(made, params, "tiny", context=WIDTH, **more)
+        more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits, "context": WIDTH}
+        service = Service(made, params, "tiny", **more | dict(options))
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
 

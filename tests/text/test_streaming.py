@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.errors import InputError
+from jaxgen.text.cleaning import clean_up
 from jaxgen.text.streaming import (
     AsyncTextIteratorStreamer,
     TextIteratorStreamer,
@@ -19,7 +20,7 @@ from jaxgen.text.streaming import (
     TextStream,
     TextStreamer,
 )
-from jaxgen.text.tokenizer import Tokenizer, clean_up
+from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level, llama
 

@@ -12,7 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxgen import Continuation, GenerateOutput
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
+from jaxgen.text.cleaning import clean_up
+from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
 BYTE_LEVEL = byte_level()
@@ -715,6 +716,32 @@ class TestFiles:
         (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
         tok = Tokenizer.from_pretrained(tmp_path)
         assert (tok.chat_template, tok.eos_token_id) == (CHATML, 260)
+
+    def test_templates_in_a_folder(self, tmp_path):
+        folder = tmp_path / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tool_use.jinja").write_text("T{{ tools | length }}", encoding="utf-8")
+        (folder / "README.md").write_text("no template", encoding="utf-8")
+        conversation, tools = [{"role": "user", "content": "Hi"}], [{"type": "function"}]
+
+        def rendered():
+            tok = Tokenizer.from_pretrained(tmp_path)
+            return tok.render_chat(conversation), tok.render_chat(conversation, tools=tools)
+
+        save(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": "old"})
+        assert rendered() == ("old", "T1")
+        (tmp_path / "chat_template.jinja").write_text("D", encoding="utf-8")
+        assert rendered() == ("D", "T1")
+        named = [{"name": "default", "template": "N"}, {"name": "rag", "template": "R"}]
+        save(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": named})
+        assert rendered() == ("D", "T1")
+        assert Tokenizer.from_pretrained(tmp_path).chat_template_for(None) == "D"
+        Tokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "copy")
+        again = Tokenizer.from_pretrained(tmp_path / "copy")
+        assert again.render_chat(conversation, tools=tools) == "T1"
+        (tmp_path / "other" / "additional_chat_templates").mkdir(parents=True)
+        with pytest.raises(InputError, match="already has additional_chat_templates"):
+            again.save_pretrained(tmp_path / "other")
 
     def test_tokenizer_json_alone(self, tmp_path):
         tok = Tokenizer.from_pretrained(save(tmp_path, llama_backend()))

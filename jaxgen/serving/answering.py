@@ -1,0 +1,148 @@
+"""Answer requests with the engine: read them, submit their prompts, and follow the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import jax
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.engine.engine import Engine
+from jaxgen.scoring.text import score
+from jaxgen.serving.errors import NO_RETRY, ApiError
+from jaxgen.serving.limits import Limits
+from jaxgen.serving.live import Live, in_thread
+from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.protocol import Common
+from jaxgen.serving.requests import Asked, compiles
+from jaxgen.serving.scored import Scored
+from jaxgen.serving.stream import leaves
+from jaxgen.serving.text import Answer, Delta
+
+_PREPARING = 2  # number of threads that read requests
+
+
+class Answering:
+    """Runs requests in an engine.
+
+    Attributes:
+        pool: the threads that read requests.
+        scoring: the thread that runs the model outside of the engine: scores of prompts, and embeddings.
+    """
+
+    def __init__(self, engine: Engine, params: Any, cfg: GenerationConfig, limits: Limits, metrics: Metrics):
+        self._engine, self._params, self._cfg, self._limits, self._metrics = engine, params, cfg, limits, metrics
+        self.pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
+        # Compiling a grammar can take seconds, and other requests must not wait for it.
+        self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
+        self.scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for pool in (self.pool, self._compiling, self.scoring):
+            pool.shutdown(wait=False)
+
+    async def begin(self, request: Common, read: Callable[[Any], Asked], adapter: int) -> Live:
+        """Read a request; `adapter` is the number of the adapter that it uses, or -1."""
+        started = time.monotonic()
+        asked: Asked = await in_thread(self._compiling if compiles(request) else self.pool, read, request)
+        if len(asked.prompts) > (most := self._engine.most_waiting):
+            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, but at most {most} are accepted", "prompt")
+        if adapter >= 0:
+            for prompt in asked.prompts:
+                prompt["adapter"] = adapter
+        self._metrics.observe("request_params_n", asked.sequences)
+        self._metrics.observe("request_params_max_tokens", asked.budget)
+        return Live(asked, self._engine, self._metrics, started, streams=bool(request.stream))
+
+    async def submit(self, live: Live) -> None:
+        """Submit the prompts of a request, unless nothing is to be generated."""
+        if not live.asked.budget:
+            return
+        await in_thread(self.pool, live.submit)
+        lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
+        self._metrics.count("prompt_tokens_total", sum(lengths))
+        self._metrics.count("prefix_cache_queries_total", sum(lengths))
+        for length in lengths:
+            self._metrics.observe("request_prompt_tokens", length)
+
+    async def until_left(self, http: Request, work: Any, live: Live | None = None) -> Any:
+        """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
+        try:
+            await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if left.done():
+                raise ClientDisconnect
+            self._metrics.count("request_cancelled_total")
+            raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
+        finally:
+            if live is not None and (not task.done() or task.exception() is not None):
+                live.cancel()
+            for each in (task, left):
+                each.cancel()
+
+    async def whole(self, live: Live) -> list[tuple[Answer, Delta]]:
+        """Return the answers to a request that is not streamed, each with its whole content."""
+        answers = live.asked.answers()
+        deltas = dict([pair async for group in self.deltas(answers, live) for pair in group])
+        return [(answer, deltas[place]) for place, answer in enumerate(answers)]
+
+    async def deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Yield groups of additions that became available together, each addition with the index of its answer."""
+        left = len(answers)
+        if not live.asked.budget:
+            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
+            return
+        while left:
+            happened = [await live.news.get()]
+            while not live.news.empty():
+                happened.append(live.news.get_nowait())
+            group = []
+            for place, news in happened:
+                handle = live.handles[place // live.asked.sequences]
+                if handle.failure is not None:
+                    raise handle.failure
+                if news.stop_reason:
+                    done = handle.completion(news.sequence)
+                    if done.error:
+                        status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
+                        raise ApiError(status, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
+                    if not live.streams:  # only this event was queued, so it must contain all tokens
+                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
+                group.append((place, answers[place].put(news)))
+                if news.stop_reason:
+                    left -= 1
+                    self._ended(answers[place], live.started)
+            yield group
+        self._metrics.count("prefix_cache_hits_total", live.cached_tokens)
+
+    def _ended(self, answer: Answer, started: float) -> None:
+        """Update the metrics for a sequence that has ended."""
+        reason = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}.get(answer.reason, "stop")
+        self._metrics.count("request_success_total", finished_reason=reason)
+        self._metrics.observe("request_generation_tokens", answer.count)
+        self._metrics.observe("e2e_request_latency_seconds", time.monotonic() - started)
+
+    async def scored(self, asked: Asked) -> list[Scored] | None:
+        """Return the log-probabilities of the prompts' tokens, or None if they were not requested."""
+        if asked.prompt_logprobs is None:
+            return None
+        return [await in_thread(self.scoring, self._score, prompt, asked) for prompt in asked.prompts]
+
+    def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
+        # top_logprobs is always the maximum, so that only one program is compiled for each width.
+        ids, cfg = prompt["ids"], self._cfg.replace(adapter=prompt.get("adapter", -1))
+        scores = score(
+            self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
+        )
+        row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
+        return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)

@@ -1,0 +1,105 @@
+"""The format of Qwen3-Coder: the name and the arguments of a call in tags, with strings as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
+from jaxgen.grammar.keywords import types_of
+from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
+from jaxgen.serving.formats.format import Format, Functions
+from jaxgen.serving.formats.reading import Broken, Call, Reading, after_space, literal, one_of, parsed, until
+
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_PARAMETER, _END = "<parameter=", "</parameter>"
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+
+
+class Coder(Format):
+    """Calls such as `<tool_call>\\n<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>\\n</tool_call>`.
+
+    The schema determines the type of a value: a value whose type may be a string, or that its schema does not describe,
+    is a string unless it is JSON of another type that the schema allows.
+    """
+
+    opening = _OPENING
+    marks = (_OPENING, _CLOSING)
+    shows = (_OPENING, "<function=", _PARAMETER)
+
+    def read(self, functions: Functions) -> Reading[list[Call]]:
+        """Read one call; its last closing tag may be missing at the end of the text.
+
+        Models sometimes leave out </parameter> or </function>, and the format's own parser accepts that.
+        """
+        yield from literal(_OPENING)
+        yield from literal("<function=", (yield from after_space()))
+        name, _ = yield from until(">")
+        if name not in functions:
+            raise Broken
+        schema, values, end = functions[name] or {}, {}, ""
+        while end not in ("</function>", _CLOSING):
+            if end != _PARAMETER:
+                end = yield from one_of(_PARAMETER, *ENDS[2:], first=(yield from after_space()))
+                continue
+            key, _ = yield from until(">")
+            text, end = yield from until(*ENDS)
+            values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
+        if end != _CLOSING:
+            yield from literal(_CLOSING, (yield from after_space()), may_end=True)
+        return [Call(name, json.dumps(values, ensure_ascii=False))]
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for calls on lines of their own, with the parameters in the order of the schema."""
+        calls = choice(
+            sequence(f"{name}>\n", *parameters(name, schema or {}, types)) for name, schema in functions.items()
+        )
+        call = sequence(f"{_OPENING}\n<function=", calls, f"</function>\n{_CLOSING}")
+        return Repeat(call, 1, most, Text(b"\n"))
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls on lines of their own."""
+        return "\n".join(f"{_OPENING}\n<function={call.name}>\n{_tags(call)}</function>\n{_CLOSING}" for call in calls)
+
+
+def _tags(call: Call) -> str:
+    values = json.loads(call.arguments).items()
+    texts = {key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values}
+    return "".join(f"{_PARAMETER}{key}>\n{text}\n{_END}\n" for key, text in texts.items())
+
+
+def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a parameter, as its schema types it; the text itself if it is not of such a type."""
+    allowed = types(properties(schema).get(key, {}), schema)
+    if allowed <= {"string"}:
+        return text
+    word = text.strip().lower()
+    if "null" in allowed and word in ("null", "none"):
+        return None
+    if "boolean" in allowed and word in ("true", "false"):  # chat templates write True and False, as Python does
+        return word == "true"
+    try:
+        value = parsed(text)
+    except Broken:
+        return text
+    if isinstance(value, float) and value.is_integer() and "number" not in allowed:
+        value = int(value)
+    return value if allowed & set(types_of(value)) else text
+
+
+def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a schema names; none for a schema that names no type."""
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return set()
+    given = schema.get("type", [])
+    found = {name for name in (given if isinstance(given, list) else [given]) if name in _TYPES}
+    found |= {"null"} if schema.get("nullable") is True else set()
+    if not found:
+        found |= {types_of(value)[0] for value in values_of(schema)}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for part in schema[keyword] if isinstance(schema.get(keyword), list) else []:
+            found |= types(part, root, depth + 1)
+    if "$ref" in schema:
+        found |= types(target(root, schema["$ref"]), root, depth + 1)
+    return found

@@ -1,0 +1,96 @@
+"""The grammar of a call's parameters in Qwen3-Coder's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from jaxgen.errors import InputError, shown
+from jaxgen.grammar.expression import Expression, Repeat, choice, sequence
+from jaxgen.grammar.json_schema import read_schema
+from jaxgen.serving.free_text import any_but, free_text
+
+DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
+ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_LENGTHS = ("minLength", "maxLength")
+
+Types = Callable[[Any, Mapping[str, Any]], set[str]]
+
+
+def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of a function's parameters by name."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that `enum` or `const` lists."""
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+
+
+def target(root: Mapping[str, Any], reference: Any) -> Any:
+    """Return the schema that a reference within `root` points to, or None."""
+    found: Any = root if isinstance(reference, str) and reference.startswith("#") else None
+    for part in str(reference).split("/")[1:]:
+        found = found.get(unquote(part).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expression]:
+    """Return the grammar of each parameter of a function, in the order of the schema; optional ones may be left out.
+
+    `types` returns the types that a schema names.
+
+    Raises:
+        InputError: the schema is not supported.
+    """
+    try:
+        if unsupported := [key for key in schema if key in _WHOLE]:
+            raise InputError(f"{name}.parameters has {unsupported[0]}: list the properties there instead")
+        required = schema.get("required", [])
+        if missing := [key for key in required if key not in properties(schema)]:
+            raise InputError(f"{name}.parameters requires {missing}, which are not in its properties: add them there")
+        tags = []
+        for key, value in properties(schema).items():
+            text = _text(value, schema, f"{name}.parameters.properties.{key}", types)
+            tag = sequence(f"<parameter={key}>\n", text, f"\n{ENDS[0]}\n")
+            tags.append(tag if key in required else Repeat(tag, 0, 1))
+        return tags
+    except InputError as error:
+        raise InputError(f"the tool {name}: {error}") from error
+
+
+def _text(schema: Any, root: dict[str, Any], where: str, types: Types) -> Expression:
+    """Return the grammar of a value: a string without quotation marks, or anything else as JSON."""
+    for _ in range(DEEPEST):
+        if isinstance(schema, dict) and "$ref" in schema:
+            found = target(root, schema["$ref"])
+            if found is None:
+                raise InputError(f"{where} refers to {shown(schema['$ref'])}, which is not in the schema")
+            schema = found
+    if not isinstance(schema, dict):
+        return free_text(*ENDS)
+    if values := values_of(schema):
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        if cut := [text for text in texts if any(end in text for end in ENDS)]:
+            raise InputError(
+                f"{where} allows {shown(cut[0])}, which contains a tag of the model's format: leave it out"
+            )
+        return choice(texts)
+    named = types(schema, root)
+    if named and "string" not in named:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return read_schema({**schema, **shared}, name=where)
+    for keyword in ("pattern", "format"):
+        if keyword in schema:
+            raise InputError(
+                f"{where} has {keyword}, but this model writes strings without quotation marks, which only enum, "
+                "const, minLength and maxLength can limit: leave it out"
+            )
+    if any(key in schema for key in _LENGTHS):
+        return Repeat(any_but("<"), schema.get("minLength", 0), schema.get("maxLength"))
+    return free_text(*ENDS)

@@ -1,0 +1,155 @@
+"""The interface of a format in which models write tool calls, and the parser that finds calls in generated text."""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.expression import Expression, Text
+from jaxgen.grammar.json_schema import read_schema
+from jaxgen.serving.formats.reading import SPACE, Broken, Call, Reading
+
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # a schema with one of these keywords needs no type
+Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name
+
+
+class Format(abc.ABC):
+    """A format of tool calls.
+
+    Attributes:
+        opening: the text with which a call begins.
+        bare: characters with which a call may also begin if only calls come before it.
+        marks: tags that may be special tokens of the tokenizer. They are part of the text that the parser reads.
+        is_single: True if the model writes only one call in an answer.
+        shows: the texts that a chat template has if the model uses this format.
+    """
+
+    opening: ClassVar[str]
+    bare: ClassVar[str] = ""
+    marks: ClassVar[tuple[str, ...]] = ()
+    is_single: ClassVar[bool] = False
+    shows: ClassVar[tuple[str, ...]]
+
+    @abc.abstractmethod
+    def read(self, functions: Functions) -> Reading[list[Call]]:
+        """Read the calls after one opening, which is read too; calls of other functions are `Broken`."""
+
+    @abc.abstractmethod
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for one to `most` calls (None for no limit).
+
+        Raises:
+            InputError: a schema is not supported.
+        """
+
+    @abc.abstractmethod
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return the text of calls, as the model writes them."""
+
+    def call_id(self) -> str:
+        """Return a new id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def past_id(self, given: str) -> str:
+        """Return the id under which the chat template gets a past call, or the result of this call."""
+        return given
+
+
+def arguments(name: str, schema: dict[str, Any] | None) -> Expression:
+    """Return the grammar of a function's arguments as JSON; a function without a schema has no arguments."""
+    if schema is None:
+        return Text(b"{}")
+    schema = schema if any(key in schema for key in _WHOLE) else {"type": "object", **schema}
+    try:
+        return read_schema(schema, name=f"{name}.parameters")
+    except InputError as error:
+        raise InputError(f"the tool {name}: {error}") from error
+
+
+class CallParser:
+    r"""Parser for generated text that arrives in pieces. The result does not depend on how the text is split.
+
+    A call and its tags are treated as content if the call is not complete and valid, or if its function is not in
+    `functions`. Calls after the first `most_calls` are dropped.
+
+    Whitespace before a call is dropped. If the text contains calls, whitespace at its end is also dropped.
+
+        >>> parser = CallParser(Hermes(), {"f": None}, None)
+        >>> parser.put('Yes.\n<tool_call>\n{"name": "f", "arguments": {"x"')
+        ('Yes.', [])
+        >>> parser.put(": 1}}\n</tool_call>")
+        ('', [Call(name='f', arguments='{"x": 1}', id=None)])
+        >>> parser.end()
+        ('', [])
+    """
+
+    def __init__(self, form: Format, functions: Functions, most_calls: int | None):
+        self._form, self._functions, self._most, self._found = form, functions, most_calls, 0
+        self._space: list[str] = []  # whitespace that is dropped if a call follows
+        self._held: list[str] = []  # the characters that the reader has received
+        self._reader: Reading[list[Call]] | None = None
+        self._only_calls = True  # False if there has been other text
+
+    def put(self, text: str) -> tuple[str, list[Call]]:
+        """Read more text; return the content and calls that can no longer change."""
+        content: list[str] = []
+        calls: list[Call] = []
+        for char in text:
+            self._put(char, content, calls)
+        return "".join(content), calls
+
+    def end(self) -> tuple[str, list[Call]]:
+        """Return the content and calls that were held back; a call that lacks only the closing tag is accepted."""
+        content: list[str] = []
+        calls: list[Call] = []
+        if self._reader is not None:
+            self._receive("", content, calls)
+        if not self._found:
+            content += self._space
+        return "".join(content), calls
+
+    def _put(self, char: str, content: list[str], calls: list[Call]) -> None:
+        if self._reader is not None:
+            self._receive(char, content, calls)
+        elif char in SPACE:
+            self._space.append(char)
+        elif char == self._form.opening[0] or (self._only_calls and char in self._form.bare):
+            self._reader = self._form.read(self._functions)
+            next(self._reader)
+            self._receive(char, content, calls)
+        else:
+            content += [*self._space, char]
+            self._space, self._only_calls = [], False
+
+    def _receive(self, char: str, content: list[str], calls: list[Call]) -> None:
+        """Pass a character to the reader; take its calls, or treat what it has received as content."""
+        assert self._reader is not None
+        self._held.append(char)
+        try:
+            self._reader.send(char)
+            return
+        except StopIteration as end:
+            left = None if self._most is None else max(self._most - self._found, 0)
+            calls += end.value[:left]
+            self._found += len(end.value)
+            self._space, self._held, self._reader = [], [], None
+            return
+        except Broken:
+            pass
+        text = "".join(self._held)
+        again = self._beginning(text) if char else ""
+        text = text.removesuffix(again)
+        content += [*self._space, text.rstrip("".join(SPACE))]
+        self._space = list(text[len(content[-1]) :])
+        self._held, self._reader, self._only_calls = [], None, False
+        for next_char in again:
+            self._put(next_char, content, calls)
+
+    def _beginning(self, text: str) -> str:
+        """Return the longest end of `text`, but not all of it, with which a call may begin."""
+        opening = self._form.opening
+        lengths = range(min(len(opening), len(text) - 1), 0, -1)
+        return next((text[-n:] for n in lengths if opening.startswith(text[-n:])), "")

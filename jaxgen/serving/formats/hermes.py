@@ -1,0 +1,40 @@
+"""The format of Hermes, Qwen2.5, Qwen3 and SmolLM3: the JSON of a call in tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
+from jaxgen.serving.formats.format import Format, Functions, arguments
+from jaxgen.serving.formats.reading import Call, Reading, after_space, call_of, json_text, literal, parsed
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+class Hermes(Format):
+    """Calls such as `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>`."""
+
+    opening = OPENING
+    marks = (OPENING, CLOSING)
+    shows = (OPENING,)
+
+    def read(self, functions: Functions) -> Reading[list[Call]]:
+        """Read one call; its closing tag may be missing at the end of the text."""
+        yield from literal(OPENING)
+        text = yield from json_text((yield from after_space()))
+        yield from literal(CLOSING, (yield from after_space()), may_end=True)
+        return [call_of(parsed(text), functions)]
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for calls on lines of their own."""
+        calls = choice(
+            sequence(f'"{name}", "arguments": ', arguments(name, schema)) for name, schema in functions.items()
+        )
+        call = sequence(f'{OPENING}\n{{"name": ', calls, f"}}\n{CLOSING}")
+        return Repeat(call, 1, most, Text(b"\n"))
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls on lines of their own."""
+        return "\n".join(
+            f'{OPENING}\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n{CLOSING}' for call in calls
+        )

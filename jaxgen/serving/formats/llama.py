@@ -1,0 +1,49 @@
+"""The format of Llama 3.1, 3.2 and 3.3: the bare JSON of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxgen.grammar.expression import Expression, choice, sequence
+from jaxgen.serving.formats.format import Format, Functions, arguments
+from jaxgen.serving.formats.reading import Call, Reading, after_space, call_of, json_text, literal, parsed
+
+_TAG = "<|python_tag|>"
+
+
+class Llama(Format):
+    """A call such as `{"name": "f", "parameters": {...}}`.
+
+    A call begins the answer, or follows `<|python_tag|>` or another call. Between calls there may be a semicolon. The
+    chat template accepts only one call in a message, so forced answers have one.
+    """
+
+    opening = _TAG
+    bare = "{;"
+    marks = (_TAG,)
+    is_single = True
+    shows = ('"parameters"', "ipython")
+
+    def read(self, functions: Functions) -> Reading[list[Call]]:
+        """Read one call."""
+        char = yield
+        if char == ";":
+            char = yield from after_space()
+        if char == _TAG[0]:
+            yield from literal(_TAG, char)
+            char = yield from after_space()
+        if char != "{":
+            char = ""  # a list is not a call
+        text = yield from json_text(char)
+        return [call_of(parsed(text), functions, "parameters")]
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for one call; `most` is always 1."""
+        calls = choice(
+            sequence(f'"{name}", "parameters": ', arguments(name, schema)) for name, schema in functions.items()
+        )
+        return sequence('{"name": ', calls, "}")
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls, separated by semicolons."""
+        return "; ".join(f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls)

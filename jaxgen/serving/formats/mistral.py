@@ -1,0 +1,112 @@
+"""The two formats of Mistral's models: a list of calls, and calls with their arguments after the name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import string
+from collections.abc import Sequence
+
+from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
+from jaxgen.grammar.regex import read_regex
+from jaxgen.serving.formats.format import Format, Functions, arguments
+from jaxgen.serving.formats.reading import (
+    Broken,
+    Call,
+    Reading,
+    after_space,
+    call_of,
+    json_text,
+    literal,
+    parsed,
+    until,
+)
+
+_OPENING, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_LETTERS = string.ascii_letters + string.digits
+
+
+class MistralList(Format):
+    """Calls such as `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, as Mistral v0.3 and Nemo write them.
+
+    Ids have nine letters and digits, and the chat templates reject all others. A past call with another id gets nine
+    digits of a hash of this id.
+    """
+
+    opening = _OPENING
+    marks = (_OPENING, _ID, _ARGUMENTS)
+    shows = (_OPENING,)
+
+    def read(self, functions: Functions) -> Reading[list[Call]]:
+        """Read a list of calls, or a name with its arguments."""
+        yield from literal(_OPENING)
+        char = yield from after_space()
+        if char == "[":
+            if not (values := parsed((yield from json_text(char)))):
+                raise Broken
+            return [call_of(value, functions) for value in values]
+        name, end = yield from until(_ID, _ARGUMENTS, "{", first=char)
+        given = None
+        if end == _ID:
+            given, end = yield from until(_ARGUMENTS)
+        text = yield from json_text(end if end == "{" else (yield from after_space()))
+        return [call_of({"name": name.strip(), "arguments": parsed(text), "id": given}, functions)]
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for a list of calls."""
+        calls = choice(
+            sequence(f'"{name}", "arguments": ', arguments(name, schema)) for name, schema in functions.items()
+        )
+        items = Repeat(sequence('{"name": ', calls, "}"), 1, most, Text(b", "))
+        return sequence(_OPENING, choice(["", " "]), "[", items, "]")
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return a list of calls."""
+        items = ", ".join(f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls)
+        return f"{_OPENING}[{items}]"
+
+    def call_id(self) -> str:
+        """Return nine random letters and digits."""
+        return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+    def past_id(self, given: str) -> str:
+        """Return `given` if the chat template accepts it, and nine digits of its hash otherwise."""
+        if re.fullmatch("[a-zA-Z0-9]{9}", given):
+            return given
+        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+class MistralNamed(MistralList):
+    """Calls such as `[TOOL_CALLS]f[ARGS]{...}`, as newer models write them; an id is read, but never forced."""
+
+    shows = (_OPENING, _ARGUMENTS)
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for calls, one after another."""
+        calls = choice(sequence(f"{name}{_ARGUMENTS}", arguments(name, schema)) for name, schema in functions.items())
+        return Repeat(sequence(_OPENING, calls), 1, most)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls, one after another."""
+        return "".join(f"{_OPENING}{call.name}{_ARGUMENTS}{call.arguments}" for call in calls)
+
+
+class MistralIdentified(MistralNamed):
+    """Calls such as `[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}`, as Mistral Small 3.2 writes them."""
+
+    shows = (_OPENING, _ID, _ARGUMENTS)
+
+    def grammar(self, functions: Functions, most: int | None) -> Expression:
+        """Return the expression for calls with ids, one after another."""
+        given = read_regex("[a-zA-Z0-9]{9}")
+        calls = choice(
+            sequence(f"{name}{_ID}", given, _ARGUMENTS, arguments(name, schema)) for name, schema in functions.items()
+        )
+        return Repeat(sequence(_OPENING, calls), 1, most)
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return calls with their ids, one after another."""
+        return "".join(
+            f"{_OPENING}{call.name}{_ID}{call.id or self.call_id()}{_ARGUMENTS}{call.arguments}" for call in calls
+        )

@@ -1,0 +1,215 @@
+"""Read requests of OpenAI's Responses API: each becomes a request for chat completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import msgspec
+
+from jaxgen.errors import JaxgenError
+from jaxgen.serving.errors import ApiError, api_error
+from jaxgen.serving.protocol import ChatRequest, decode
+from jaxgen.serving.requests import Asked
+from jaxgen.serving.response_records import (
+    AllowedTools,
+    ChosenFunction,
+    Effort,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    Include,
+    Item,
+    JsonFormat,
+    Message,
+    ReasoningItem,
+    Refusal,
+    ResponseRequest,
+    SchemaFormat,
+)
+
+_LOGPROBS = "message.output_text.logprobs"
+# Fields that have the same name and meaning in a request for chat completions.
+_SAME = "model temperature top_p stream seed top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
+_SAME += ["parallel_tool_calls", "chat_template_kwargs"]
+_REFUSED = {
+    "conversation": "use previous_response_id, or send the items of the conversation",
+    "prompt": "stored prompts are not offered: send instructions and input",
+    "messages": "use input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "reasoning_effort": "use reasoning.effort",
+    "context_management": "shorten the input",
+    "moderation": "leave it out",
+    "n": "a response has one answer: leave it out",
+    "stop": "leave it out, or use /v1/chat/completions",
+    "logprobs": f"include {_LOGPROBS}",
+}
+_ITEMS, _TOOLS = "message, function_call, function_call_output or reasoning", "function: built-in tools are not offered"
+_PARTS = "input_text or output_text: only text is supported"
+# What is allowed where a value is refused, keyed by the path to the value.
+_ALLOWED = {
+    "input[].type": _ITEMS,
+    "input[].content[].type": _PARTS,
+    "input[].output[].type": _PARTS,
+    "input[].role": "user, assistant, system or developer",
+    "tools[].type": _TOOLS,
+    "tool_choice": "auto, none, required or a function",
+    "tool_choice.type": _TOOLS,
+    "tool_choice.tools[].type": _TOOLS,
+    "text.format.type": "text, json_object or json_schema",
+    "include[]": " or ".join(get_args(Include)),
+    "truncation": "disabled, and shorten the input if it is too long",
+    "background": "false, because a response is not generated after its request ends",
+    "reasoning.effort": ", ".join(get_args(Effort)),
+    "reasoning.summary": "auto: thoughts are returned whole, not summarized",
+    "reasoning.generate_summary": "auto: thoughts are returned whole, not summarized",
+}
+_INVALID = re.compile(r"Invalid (?:enum )?value (.*) - at `\$\.?(.*?)`$", re.DOTALL)
+# Names in the errors of requests for chat completions, and what the fields are called here.
+_RENAMED = [
+    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"\bresponse_format(\.json_schema\.schema)?\b"), "text.format"),
+    (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"^messages$"), "input"),
+]
+
+
+def read_request(body: bytes) -> ResponseRequest:
+    """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
+    fields = decode(body, dict[str, Any])
+    for name in [name for name in fields if name in _REFUSED]:
+        if fields.pop(name) is not None:
+            raise ApiError(400, f"{name} is not supported: {_REFUSED[name]}", name)
+    if isinstance(items := fields.get("input"), list):  # the type of a message may be left out
+        fields["input"] = [
+            {"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in items
+        ]
+    try:
+        request = msgspec.convert(fields, ResponseRequest)
+    except msgspec.ValidationError as error:
+        _refuse(str(error))
+        request = decode(msgspec.json.encode(fields), ResponseRequest)  # raises the error in OpenAI's format
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream to be true", "stream_options")
+    if request.top_logprobs and _LOGPROBS not in (request.include or ()):
+        raise ApiError(400, f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
+    return request
+
+
+def _refuse(text: str) -> None:
+    """Raise an `ApiError` that says what is allowed, if it is known for the text of a `ValidationError`."""
+    found = _INVALID.search(text)
+    allowed = found and _ALLOWED.get(re.sub(r"\[\d+\]", "[]", found[2]))
+    if found and allowed:
+        raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
+
+
+def chat_request(request: ResponseRequest, earlier: Iterable[Item]) -> ChatRequest:
+    """Return the request for chat completions that has the same answer; `earlier` items come before the input."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
+    items = [*earlier, *input_items(request)]
+    fields["messages"] = messages_of(items, request.instructions)
+    fields["max_completion_tokens"] = request.max_output_tokens
+    if request.reasoning is not None:
+        fields["reasoning_effort"] = request.reasoning.effort
+    if _LOGPROBS in (request.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.tools:
+        fields |= {"tools": list(map(_tool, request.tools)), "tool_choice": _choice(request.tool_choice)}
+    elif request.tool_choice not in (None, "auto", "none"):
+        raise ApiError(400, "tool_choice requires a call, but the request has no tools", "tool_choice")
+    match request.text and request.text.format:
+        case JsonFormat():
+            fields["response_format"] = {"type": "json_object"}
+        case SchemaFormat(schema=schema):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+
+
+def renaming(read: Callable[[ChatRequest], Asked]) -> Callable[[ChatRequest], Asked]:
+    """Return `read` with errors that name the fields of the Responses API."""
+
+    def reading(request: ChatRequest) -> Asked:
+        try:
+            return read(request)
+        except (ApiError, JaxgenError, TypeError) as error:
+            found = api_error(error)
+            param = found.param and _renamed(found.param)
+            raise ApiError(found.status, _renamed(found.message), param, found.headers) from error
+
+    return reading
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in _RENAMED:
+        text = pattern.sub(name, text)
+    return text
+
+
+def input_items(request: ResponseRequest) -> list[Item]:
+    """Return the items of a request's input."""
+    return [Message(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _choice(choice: str | ChosenFunction | AllowedTools | None) -> Any:
+    match choice:
+        case ChosenFunction(name=name):
+            return {"type": "function", "function": {"name": name}}
+        case AllowedTools(mode=mode, tools=tools):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_choice, tools))}}
+    return choice
+
+
+def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a conversation. Instructions at its beginning become one system message."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        last = messages[-1] if messages else {"role": ""}
+        match item:
+            case FunctionCallOutput(call_id=call_id, output=output):
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output)})
+            case Message(role="system" | "developer", content=content) if [m["role"] for m in messages] == ["system"]:
+                last["content"] += f"\n\n{_text(content)}"
+            case Message(role="user" | "system" | "developer" as role, content=content):
+                messages.append({"role": role.replace("developer", "system"), "content": _text(content)})
+            case _:
+                if last["role"] != "assistant" or _begins_turn(item, last):
+                    messages.append(last := {"role": "assistant", "content": None})
+                _extend(last, item)
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def _begins_turn(item: Message | FunctionCall | ReasoningItem, last: dict[str, Any]) -> bool:
+    """Return True if an item begins another message: a message of the assistant has thoughts, text, and then calls."""
+    return not isinstance(item, FunctionCall) and (last["content"] is not None or "tool_calls" in last)
+
+
+def _extend(turn: dict[str, Any], item: Message | FunctionCall | ReasoningItem) -> None:
+    """Add an item to a message of the assistant."""
+    match item:
+        case Message(content=content):
+            turn["content"] = _text(content)
+        case FunctionCall(call_id=call_id, name=name, arguments=arguments):
+            function = {"name": name, "arguments": arguments}
+            turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        case ReasoningItem(content=content, summary=summary):
+            thoughts = "\n".join(part.text for part in content or summary)
+            if thoughts:
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
+
+
+def _text(content: str | list[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)

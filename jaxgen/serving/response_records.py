@@ -1,0 +1,404 @@
+"""Records of OpenAI's Responses API: requests, the items of a conversation, responses, and the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A record whose unknown fields are refused."""
+
+
+class _Open(msgspec.Struct, kw_only=True, tag_field="type"):
+    """A record whose unknown fields are ignored: clients add fields to items that mean nothing to a text model."""
+
+
+class InputText(_Open, tag="input_text"):
+    """Text in a message, or in the output of a function."""
+
+    text: str
+
+
+class TopLogprob(_Record):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class Logprob(_Record):
+    """The log-probability of a generated token."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class OutputText(_Open, tag="output_text"):
+    """Text that the model generated."""
+
+    text: str
+    annotations: list[dict[str, Any]] = []
+    logprobs: list[Logprob] | None = []
+
+
+class Refusal(_Open, tag="refusal"):
+    """Text with which another model refused a request."""
+
+    refusal: str
+
+
+class Message(_Open, tag="message", omit_defaults=True):
+    """A message. The role `assistant` has output text, and the other roles have input text."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | Refusal]
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class FunctionCall(_Open, tag="function_call", omit_defaults=True):
+    """A call that the model asked for; `arguments` is the JSON of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class FunctionCallOutput(_Open, tag="function_call_output", omit_defaults=True):
+    """The result of a call."""
+
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class SummaryText(_Open, tag="summary_text"):
+    """A summary of thoughts."""
+
+    text: str
+
+
+class ReasoningText(_Open, tag="reasoning_text"):
+    """Thoughts."""
+
+    text: str
+
+
+class ReasoningItem(_Open, tag="reasoning", omit_defaults=True):
+    """Thoughts before an answer. This service returns them in `content`, never encrypted or summarized."""
+
+    summary: list[SummaryText]
+    id: str | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: ItemStatus | None = None
+
+
+Item = Message | FunctionCall | FunctionCallOutput | ReasoningItem
+OutputItem = Message | FunctionCall | ReasoningItem
+
+
+class FunctionTool(_Record, tag_field="type", tag="function"):
+    """A function that the model may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ChosenFunction(_Record, tag_field="type", tag="function"):
+    """The function that must be called."""
+
+    name: str
+
+
+class AllowedTools(_Record, tag_field="type", tag="allowed_tools"):
+    """The functions that may be called, or of which one must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction]
+
+
+class PlainFormat(_Record, tag_field="type", tag="text"):
+    """Text of any form."""
+
+
+class JsonFormat(_Record, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class SchemaFormat(_Record, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(_Record):
+    """The format of the answer; `verbosity` has no effect."""
+
+    format: PlainFormat | JsonFormat | SchemaFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(_Record):
+    """Options for thoughts. `effort` is a variable of the chat template; there are no summaries."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(_Record):
+    """Options of a stream."""
+
+    include_obfuscation: bool = False  # random padding that hides lengths from network observers; there is none
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponseRequest(_Record):
+    """The body of a request to create a response."""
+
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    include: list[Include] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    # These fields of vLLM's have the same meaning as in requests for chat completions.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # These fields have no effect on the answer.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None  # counts only calls of built-in tools
+
+
+class IncompleteDetails(_Record):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(_Record):
+    """Why a response failed."""
+
+    code: Literal["server_error", "invalid_prompt"]
+    message: str
+
+
+class InputDetails(_Record):
+    """Of the tokens in a prompt: how many were found in the prefix store."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0  # a number for bills, which OpenAI's client requires
+
+
+class OutputDetails(_Record):
+    """Of the tokens in an answer: how many are thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Record):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseBody(_Record):
+    """A response, complete or in progress."""
+
+    id: str
+    created_at: int
+    model: str
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    text: TextOptions
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedTools
+    tools: list[FunctionTool]
+    reasoning: ReasoningOptions
+    top_logprobs: int
+    store: bool
+    object: Literal["response"] = "response"
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    output: list[OutputItem] = []
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    truncation: Literal["disabled"] = "disabled"
+    background: Literal[False] = False
+    user: str | None = None
+
+
+class Deleted(_Record):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class Event(_Record, tag_field="type"):
+    """An event of a stream; events are numbered from 0."""
+
+    sequence_number: int
+
+
+class _OfResponse(Event):
+    response: ResponseBody
+
+
+class Created(_OfResponse, tag="response.created"):
+    """The first event."""
+
+
+class InProgress(_OfResponse, tag="response.in_progress"):
+    """The response is being generated."""
+
+
+class Completed(_OfResponse, tag="response.completed"):
+    """The response is complete."""
+
+
+class Incomplete(_OfResponse, tag="response.incomplete"):
+    """The response reached its maximum number of tokens."""
+
+
+class Failed(_OfResponse, tag="response.failed"):
+    """The response failed."""
+
+
+class _OfItem(Event):
+    output_index: int
+    item: OutputItem
+
+
+class ItemAdded(_OfItem, tag="response.output_item.added"):
+    """An item of the output begins."""
+
+
+class ItemDone(_OfItem, tag="response.output_item.done"):
+    """An item of the output is complete."""
+
+
+class _OfPart(Event):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputText | ReasoningText
+
+
+class PartAdded(_OfPart, tag="response.content_part.added"):
+    """The content of an item begins."""
+
+
+class PartDone(_OfPart, tag="response.content_part.done"):
+    """The content of an item is complete."""
+
+
+class _OfText(Event):
+    item_id: str
+    output_index: int
+    content_index: int
+
+
+class TextDelta(_OfText, tag="response.output_text.delta"):
+    """More text of a message."""
+
+    delta: str
+    logprobs: list[Logprob]
+
+
+class TextDone(_OfText, tag="response.output_text.done"):
+    """The text of a message."""
+
+    text: str
+    logprobs: list[Logprob]
+
+
+class ReasoningDelta(_OfText, tag="response.reasoning_text.delta"):
+    """More thoughts."""
+
+    delta: str
+
+
+class ReasoningDone(_OfText, tag="response.reasoning_text.done"):
+    """All thoughts before a message or call."""
+
+    text: str
+
+
+class ArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
+    """More arguments of a call."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
+    """The arguments of a call."""
+
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+EVENTS = (
+    Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone | TextDelta
+    | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+)  # fmt: skip
