@@ -39,8 +39,13 @@ def parser() -> arguments.Parser:
     add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help=likely)
     store = "size of the store for prompts that begin alike (default: 256 MB); 0 turns it off"
     add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
-    states = "size of the table of all schemas in use, in states (default: 8192)"
-    add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
+    states = "states in the table of all schemas in use; one schema may use half (default: 65536)"
+    add("--grammar-states", type=arguments.count, default=2**16, metavar="N", help=states)
+    transitions = "transitions in this table; one schema may use half (default: 524288)"
+    add("--grammar-transitions", type=arguments.count, default=2**19, metavar="N", help=transitions)
+    kinds = "maximum classes of tokens that a schema distinguishes (default: 4096)"
+    add("--grammar-classes", type=arguments.count, default=2**12, metavar="N", help=kinds)
+    add("--grammars", type=arguments.count, default=64, metavar="N", help="different schemas in use (default: 64)")
     limit = "seconds until a request fails (default: 600)"
     add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"

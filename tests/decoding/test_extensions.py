@@ -294,7 +294,7 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
         with pytest.raises(InputError, match="stacked for 2 prompts, but there are 4"):
             call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
     with pytest.raises(InputError, match="automaton has a vocabulary of 50, but the model's is"):
-        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
+        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:, :50]))
 
 
 def test_too_little_room_for_a_grammar_is_refused(storyteller):

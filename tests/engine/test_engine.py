@@ -276,7 +276,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "allowed": "[a-z]"}, TypeError, "allowed must be a TokenAutomaton"),
         ({"ids": [50], "suppress_tokens": list(range(33))}, ConfigError, r"suppress_tokens has .* entries"),
         ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens contains the token 320"),
-        ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2002 states"),
+        ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2,002 states"),
         ({"ids": [50], "key": 5}, TypeError, "key must be a jax.random.key"),
         (
             {"ids": [50], "key": jax.random.key(1, impl="rbg")},

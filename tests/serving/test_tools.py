@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jaxgen import Tokenizer
 from jaxgen.errors import InputError
 from jaxgen.serving.tools import CLOSING, OPENING, Call, CallParser, Tools, template_messages
+from tests.support.automata import matrix
 from tests.support.tokenizers import byte_level, llama
 
 WEATHER = {
@@ -241,7 +242,7 @@ def test_parameters_that_json_cannot_have_are_refused():
 
 def ends_of(automaton, ids) -> bool | None:
     """Return True if the ids' text is complete, False if more must follow, and None if it is not allowed."""
-    classes, table, state = np.asarray(automaton.classes), np.asarray(automaton.transitions), int(automaton.start)
+    (classes, table), state = matrix(automaton), int(automaton.start)
     for token in ids:
         state = table[state, classes[token]]
         if state < 0:
@@ -296,7 +297,7 @@ def test_random_answers_are_calls(parallel):
     tok, rng = byte_level(), np.random.default_rng(1)
     tools = Tools.of(TOOLS, "required", parallel)
     automaton = tools.automaton(tok, len(tok))
-    classes, table = np.asarray(automaton.classes), np.asarray(automaton.transitions)
+    classes, table = matrix(automaton)
     shortest, accepting = np.asarray(automaton.shortest), np.asarray(automaton.accepting)
     for _ in range(30):
         state, ids = int(automaton.start), []
@@ -403,7 +404,7 @@ def test_qwens_tags_may_be_one_token_or_several(qwen):
     assert not set(long) & set(tags)
     assert qwen.decode(long) == qwen.decode(short) == text
     automaton = Tools.of(TOOLS, "required", None).automaton(qwen, 151_936)
-    assert automaton.classes.shape == (151_936,)
+    assert automaton.vocab_size == 151_936
     assert ends_of(automaton, short) is ends_of(automaton, long) is True
     parser = CallParser({"weather", "now"}, None)
     assert [call.name for call in parser.put(qwen.decode(short))[1]] == ["weather", "now"]

@@ -15,7 +15,8 @@ from jaxgen.engine.device import Loop, trace
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Schedule
-from jaxgen.engine.tables import grammar_table
+from jaxgen.engine.tables import GrammarTable
+from jaxgen.grammar.token_automaton import Capacity
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own
@@ -49,7 +50,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     model = model_of(cfg)
     form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
     loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
-    tables = {"allowed": grammar_table(model.vocab_size, (64, 16))}
+    tables = {"allowed": GrammarTable(model.vocab_size, Capacity(64, 256, 64, 2))}
     arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
     return copies(lower_for(device, traced).compile().as_text(), cfg, prefixes.places * prefixes.chunk)
