@@ -17,7 +17,7 @@ from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
 from jaxgen.grammar.token_bits import as_words, look_up, select
-from tests.support.automata import matrix
+from tests.support.automata import matrix, of_matrix
 from tests.support.bounded import bounded
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
@@ -349,9 +349,7 @@ def test_transitions_are_those_of_a_matrix(seed):
     table = rng.integers(-1, states, (states, kinds)) if seed % 2 else rng.choice([-1, 0, states - 1], (states, kinds))
     table[:, 0] = np.minimum(np.arange(states) + 1, states - 1)  # every state is reachable and leads to the last
     classes, accepting = rng.integers(0, kinds, size), np.arange(states) == states - 1
-    useful, compact = token_table.compact(classes, table.astype(np.int16), accepting, np.asarray(0))
-    assert useful.all()
-    automaton = TokenAutomaton.of_table(compact, np.zeros(states, bool))
+    automaton = of_matrix(classes, table, accepting, 0)
     after_classes, after = matrix(automaton)
     np.testing.assert_array_equal(after[:, after_classes], table[:, classes])
     rows = jnp.asarray(rng.integers(-1, states, 16), jnp.int32)

@@ -1,9 +1,11 @@
-"""The transitions of a token automaton as a matrix, for tests that follow them on the host."""
+"""Token automata from and to matrices of transitions, for tests that follow them on the host."""
+
+from typing import Any
 
 import numpy as np
 
 from jaxgen import TokenAutomaton
-from jaxgen.grammar.token_table import FAR
+from jaxgen.grammar.token_table import FAR, compact
 
 
 def matrix(automaton: TokenAutomaton) -> tuple[np.ndarray, np.ndarray]:
@@ -22,3 +24,10 @@ def matrix(automaton: TokenAutomaton) -> tuple[np.ndarray, np.ndarray]:
             assert (transitions[state, low[at] : high[at] + 1] == -1).all()
             transitions[state, low[at] : high[at] + 1] = following
     return np.asarray(automaton.classes)[0], transitions
+
+
+def of_matrix(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
+    """Return the automaton for the result of `matrix`. All states must be reachable and lead to an accepting state."""
+    useful, table = compact(classes, transitions.astype(np.int16), accepting, np.asarray(start))
+    assert useful.all()
+    return TokenAutomaton.of_table(table, np.zeros(len(accepting), bool))
