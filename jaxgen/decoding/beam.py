@@ -145,7 +145,7 @@ class BeamSearch(Mode):
         # Running beams come first, so that they win ties. Empty entries of the hypotheses have a score of -inf.
         scores, of_searches = _best(
             count,
-            (running, (_ended(rows), beams.origins + first)),
+            (running, (_ended(rows.with_complete(run)), beams.origins + first)),
             (hypotheses.scores, (hypotheses.rows, hypotheses.origins + first)),
         )
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
@@ -154,7 +154,6 @@ class BeamSearch(Mode):
         # The keys and values of token i were written to the cache by the beam that token i + 1 extended.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
-        best = best.with_complete(run)
         decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
         generated = jnp.arange(run.capacity, dtype=jnp.int32)[None, :] < step[:, None]
         return dataclasses.replace(

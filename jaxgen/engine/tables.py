@@ -42,7 +42,7 @@ class Table(abc.ABC):
     that no prompt uses any more stays in the table until its space is needed.
 
     Args:
-        name: the field of a prompt that the automata come from.
+        name: the name of an automaton in error messages.
         spaces: the size of each space by name. The first is that of the states.
         free: the automaton for prompts without an automaton of their own.
         joint: the table without automata.
@@ -138,7 +138,7 @@ class GrammarTable(Table):
         self._most = {name: max(spaces[name] // 2, 1) for name in ("states", "transitions")}
         spaces = {name: size + 1 for name, size in spaces.items()}
         empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))
-        super().__init__("allowed", spaces, TokenAutomaton.of_table(free, one), empty)
+        super().__init__("the grammar", spaces, TokenAutomaton.of_table(free, one), empty)
 
     def sizes(self, automaton: TokenAutomaton) -> tuple[int, ...]:
         """Return the numbers of states, transitions and automata."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, TokenAutomaton
-from jaxgen.engine.tables import GrammarTable, StopTable
+from jaxgen.engine.tables import CAPACITY, GrammarTable, StopTable
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.grammar.token_automaton import Capacity
 from tests.support.compilations import compilations
@@ -83,12 +83,12 @@ def test_grammars_wait_for_a_full_table_without_any_work(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "pattern", "message"),
     [
-        ({"states": 24}, "a{12}", "allowed needs 13 states (grammar_states: twice as many), .* at most 12"),
-        ({"transitions": 24}, "abcdefghijklmnop", "allowed needs 16 transitions (grammar_transitions: .* at most 12"),
+        ({"states": 24}, "a{12}", "the grammar needs 13 states (grammar_states: twice as many), .* at most 12"),
+        ({"transitions": 24}, "abcdefghijklmnop", "the grammar needs 16 transitions (grammar_transitions: .* at most 12"),
         (
             {"classes": 3},
             "ax|by|c",
-            "allowed needs 6 classes of tokens (grammar_classes), but the engine allows at most 3",
+            "the grammar needs 6 classes of tokens (grammar_classes), but the engine allows at most 3",
         ),
     ],
 )
@@ -108,6 +108,18 @@ def test_adding_a_grammar_sends_only_its_own_part():
     assert accepts(table.joint, states["[^x]{300}"], "y" * 300)
     assert not accepts(table.joint, states["[^x]{300}"], "y" * 299)
     assert accepts(table.joint, states["[0-9]{2,4}"], "123")
+
+
+def test_a_grammar_of_many_classes_is_answered_at_once_with_another():
+    """A list of words has many classes of tokens and few states. Two such grammars fit together."""
+    words = [chr(97 + i) + chr(97 + j) for i in range(12) for j in range(26)]
+    table = GrammarTable(VOCAB, CAPACITY)
+    first, second = (grammar("|".join(words[half::2])) for half in (0, 1))
+    for automaton in (first, second):
+        table.fits(automaton)
+        state = table.enter(id(automaton), automaton)
+        assert state is not None
+        assert accepts(table.joint, state, "ab") == (automaton is second)
 
 
 def test_stop_strings_join_and_leave():
