@@ -86,15 +86,15 @@ class Loop:
 class Device:
     """The device side of an engine: its state, and the program that changes it.
 
-    The state includes a prefix store of `store_bytes` bytes. `params` is used only to check the memory and to find the
-    mesh, because each chunk is passed its own parameters.
+    The state includes a prefix store of `store_bytes` bytes, and the table of grammars takes `grammar_bytes` bytes.
+    `params` is used only to check the memory and to find the mesh, because each chunk is passed its own parameters.
     """
 
-    def __init__(self, params: Any, loop: Loop, store_bytes: int):
+    def __init__(self, params: Any, loop: Loop, store_bytes: int, grammar_bytes: int = 0):
         self._loop, self._mesh = loop, mesh_of(params)
         run = self._run(params, {})
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
-        check_call_memory(in_slots, loop.form.width, store_bytes)
+        check_call_memory(in_slots, loop.form.width, store_bytes, grammar_bytes)
         self._state: Any = None
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
         self._tables: dict[str, tuple[Any, Any]] = {}  # the latest tables, as given and on the parameters' devices

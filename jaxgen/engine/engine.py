@@ -121,8 +121,8 @@ class Engine:
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
         prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
         loop = Loop.of(self._form, extensions, slots, steps=_STEPS, key_impl=key_impl, stored=prefixes.places)
-        self._device = Device(params, loop, prefixes.bytes(self._form.full))
         vocab = cfg.model.vocab_size
+        self._device = Device(params, loop, prefixes.bytes(self._form.full), capacity.bytes(vocab))
         self._tables = tables_of(vocab, capacity, tokenizer, stop_states, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)

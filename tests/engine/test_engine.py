@@ -206,7 +206,7 @@ def test_no_prompt_compiles_anything(engine):
 
 @pytest.mark.slow
 def test_no_loop_copies_a_cache():
-    assert slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16") == {"slots": [], "pool": [], "store": []}
+    assert not any(slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16").values())
 
 
 def test_events_say_what_the_result_says(engine):

@@ -84,7 +84,11 @@ def test_grammars_wait_for_a_full_table_without_any_work(monkeypatch):
     ("sizes", "pattern", "message"),
     [
         ({"states": 24}, "a{12}", "the grammar needs 13 states (grammar_states: twice as many), .* at most 12"),
-        ({"transitions": 24}, "abcdefghijklmnop", "the grammar needs 16 transitions (grammar_transitions: .* at most 12"),
+        (
+            {"transitions": 24},
+            "abcdefghijklmnop",
+            "the grammar needs 16 transitions (grammar_transitions: .* at most 12",
+        ),
         (
             {"classes": 3},
             "ax|by|c",
