@@ -44,9 +44,9 @@ def look_up(words: jax.Array, classes: jax.Array) -> jax.Array:
 
     def inside(words: jax.Array, classes: jax.Array) -> jax.Array:
         if classes.shape[0] == 1:
-            word = jnp.take(words, classes[0] // BITS, axis=1)
+            word = jnp.take(words, classes[0] >> 5, axis=1, mode="promise_in_bounds")
         else:
-            word = jnp.take_along_axis(words, classes // BITS, axis=1)
+            word = jnp.take_along_axis(words, classes >> 5, axis=1, mode="promise_in_bounds")
         return _bit(word, classes)
 
     def none(words: jax.Array, classes: jax.Array) -> jax.Array:
@@ -58,13 +58,13 @@ def look_up(words: jax.Array, classes: jax.Array) -> jax.Array:
 def select(words: jax.Array, classes: jax.Array) -> jax.Array:
     """Return the same as `contains`, without a gather, which is slow on a TPU."""
     word = [words[:, i : i + 1] for i in range(words.shape[1])]
-    which = classes // BITS
+    bit = BITS
     while len(word) > 1:
-        is_odd = which % 2 != 0
+        is_odd = (classes & bit) != 0
         word = [jnp.where(is_odd, odd, even) for even, odd in zip(word[::2], word[1::2], strict=True)]
-        which //= 2
+        bit *= 2
     return _bit(word[0], classes)
 
 
 def _bit(word: jax.Array, classes: jax.Array) -> jax.Array:
-    return (word >> (classes % BITS).astype(jnp.uint32)) % jnp.uint32(2) != 0
+    return (word >> (classes & (BITS - 1)).astype(jnp.uint32)) & jnp.uint32(1) != 0
