@@ -35,7 +35,7 @@ def test_no_loop_copies_the_cache_of_slots_on_a_tpu():
 
 
 def test_no_loop_of_an_engine_copies_a_cache_on_a_tpu():
-    assert copied_by_an_engine(device_for("v5e:2x2"), "bfloat16") == {"slots": [], "pool": [], "store": []}
+    assert not any(copied_by_an_engine(device_for("v5e:2x2"), "bfloat16").values())
 
 
 def test_what_a_step_does_on_a_tpu_is_reported(tmp_path):
@@ -91,7 +91,7 @@ def test_no_loop_copies_a_cache_of_slots_on_an_h100():
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
-    assert copied_by_an_engine(device_for("h100"), "bfloat16") == {"slots": [], "pool": [], "store": []}
+    assert not any(copied_by_an_engine(device_for("h100"), "bfloat16").values())
 
 
 # Workarounds for the GPU's compiler: a module, a name in it, and the value that turns the workaround off.

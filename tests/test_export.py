@@ -21,7 +21,6 @@ from jaxgen import (
     GenerationConfig,
     InputError,
     StopReason,
-    TokenAutomaton,
     demo,
     export_engine,
     export_generate,
@@ -35,6 +34,7 @@ from jaxgen.export.__main__ import main
 from jaxgen.export.file import read_description
 from jaxgen.model.int8 import Int8
 from jaxgen.training import lora
+from tests.support.automata import of_matrix
 from tests.support.models import left_pad, model_config, random_params, slow
 from tests.test_platforms import OTHER_MODES
 
@@ -182,9 +182,8 @@ def test_fused_projections():
 
 @pytest.mark.slow
 def test_a_grammar_and_processors_are_part_of_the_program():
-    every = np.zeros(97, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool), np.zeros(1, np.int32)
     extensions = {
-        "prefix_allowed_tokens_fn": TokenAutomaton(*map(jnp.asarray, every), start=jnp.int32(0)),
+        "prefix_allowed_tokens_fn": of_matrix(np.zeros(97, int), np.zeros((1, 1), int), np.ones(1, bool), 0),
         "logits_processor": [lambda history, scores: scores.at[:, 50].set(1e9)],
     }
     programs = export_generate(PARAMS, GREEDY, batch=2, prompt_width=6, platforms=["cpu"], **extensions)

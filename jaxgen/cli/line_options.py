@@ -17,15 +17,16 @@ from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded
 from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
+from jaxgen.engine.tables import grammar_sizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.text.tokenizer import Tokenizer
 
 KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
-# Tables have space for all automata of the input, but for no more than these numbers of states or classes, unless a
-# single automaton needs more.
-_STATES, _CLASSES = 4096, 1024
+# The table of stop strings has space for all of them, but for no more than this number of states, unless one prompt
+# needs more.
+_STATES = 4096
 _OF_ONE_LINE = ("index", "seed", "max_new_tokens")  # a batch has one value of these for each line
 _LENGTHS = {"max_new_tokens", "min_new_tokens", "min_length"}
 _IN_BATCHES = {*OF_HOST, *(name for name, option in OPTIONS.items() if option.kind.per_prompt)}
@@ -103,20 +104,18 @@ def table_sizes(
 
     `cfg` and `grammar` apply to lines that do not set their own.
     """
-    grammars = {} if grammar is None else {"": grammar.transitions.shape}
+    grammars = {} if grammar is None else {"": grammar}
     stops = {cfg.stop_strings}
     for line in lines:
         if (name := next(iter(line.fields.keys() & set(GRAMMARS)), None)) is not None:
             text = json.dumps([name, line.fields[name]])
             if text not in grammars:
-                grammars[text] = own_config(line, cfg, tokenizer)[1]["allowed"].transitions.shape
+                grammars[text] = own_config(line, cfg, tokenizer)[1]["allowed"]
         if "stop_strings" in line.fields:
             stops.add(cfg.replace(stop_strings=line.fields["stop_strings"]).stop_strings)
     sizes = {}
     if grammars:
-        states, classes = zip(*grammars.values(), strict=True)
-        sizes["grammar_states"] = power_of_two(_space([n + 1 for n in states], _STATES), 1024)
-        sizes["grammar_classes"] = power_of_two(_space(classes, _CLASSES), 256)
+        sizes |= grammar_sizes(grammars.values())
     # Stop strings need at most one state per byte.
     texts = [Text().sets(value)[0] or () for value in stops if value is not None]
     if texts:

@@ -57,6 +57,9 @@ def serve(options: argparse.Namespace) -> None:
             most_waiting=options.queue,
             prefix_cache_bytes=options.prefix_cache_bytes,
             grammar_states=options.grammar_states,
+            grammar_transitions=options.grammar_transitions,
+            grammar_classes=options.grammar_classes,
+            grammars=options.grammars,
             stop_in_prompt=False,
             id_entries=_ID_ENTRIES,
         )

@@ -43,8 +43,13 @@ def parser() -> arguments.Parser:
     add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
     stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
     add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
-    states = "size of the table of all schemas in use, in states (default: 8192)"
-    add("--grammar-states", type=arguments.count, default=8192, metavar="N", help=states)
+    states = "states in the table of all schemas in use; one schema may use half (default: 65536)"
+    add("--grammar-states", type=arguments.count, default=2**16, metavar="N", help=states)
+    transitions = "transitions in this table; one schema may use half (default: 524288)"
+    add("--grammar-transitions", type=arguments.count, default=2**19, metavar="N", help=transitions)
+    kinds = "maximum classes of tokens that a schema distinguishes (default: 4096)"
+    add("--grammar-classes", type=arguments.count, default=2**12, metavar="N", help=kinds)
+    add("--grammars", type=arguments.count, default=64, metavar="N", help="different schemas in use (default: 64)")
     apart = "leave a model's thoughts in the content of its answers, with their tags"
     add("--thoughts-in-content", action="store_true", help=apart)
     limit = "seconds until a request fails (default: 600)"

@@ -145,7 +145,7 @@ class BeamSearch(Mode):
         # Running beams come first, so that they win ties. Empty entries of the hypotheses have a score of -inf.
         scores, of_searches = _best(
             count,
-            (running, (_ended(rows), beams.origins + first)),
+            (running, (_ended(rows.with_complete(run)), beams.origins + first)),
             (hypotheses.scores, (hypotheses.rows, hypotheses.origins + first)),
         )
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))

@@ -124,7 +124,7 @@ class DraftModel:
             logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
             choice = choose(rows, process(run, rows, logits))
             added = active & (choice.failed == StopReason.NONE)
-            rows = rows.append(run, choice.token, added, choice.scores)
+            rows = rows.append(run, choice.token, added, choice.scores).with_complete(run)
             active = added & rows.live & (rows.history.length - length < limit)
             if threshold is not None:
                 probs = jax.nn.softmax(choice.scores, axis=-1)

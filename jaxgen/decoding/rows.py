@@ -174,7 +174,7 @@ class Rows(RowState):
         """
         live &= self.live
         added = live & (failed == StopReason.NONE)
-        rows = self.append(run, tokens, added, scores)
+        rows = self.append(run, tokens, added, scores).with_complete(run)
         if run.cfg.output_logprobs is not None:
             rows = rows.with_logprobs(run, added, logits, scores)
         if run.cfg.records:  # failed steps are recorded too, because their scores show the reason
@@ -220,8 +220,8 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # `remaining` is at least 1. With 0, a row whose text is complete but could continue would get the stop
-                # reason COMPLETE instead of LENGTH.
+                # `remaining` is at least 1. With 0, nothing could follow a prefix at the end of the budget, and the row
+                # would get the stop reason COMPLETE instead of LENGTH.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:
@@ -234,6 +234,14 @@ class Rows(RowState):
         ends = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), jax.eval_shape(read)[2])
         in_use = jnp.any(added & ((grammar != 0) | (stop_strings != 0)))
         return cond(in_use, read, lambda: (grammar, stop_strings, ends))
+
+    def with_complete(self, run: Run) -> Rows:
+        """Return the rows with COMPLETE instead of LENGTH as the stop reason of rows whose text is complete."""
+        automaton, grammar = run.extensions.allowed, self.history.grammar
+        if not isinstance(automaton, TokenAutomaton) or grammar is None:
+            return self
+        complete = (self.reasons == StopReason.LENGTH) & automaton.complete(grammar)
+        return dataclasses.replace(self, reasons=jnp.where(complete, jnp.int32(StopReason.COMPLETE), self.reasons))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
         """Set the stop reason of the rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""

@@ -24,7 +24,7 @@ class StopReason(enum.IntEnum):
     EOS = 1
     STOP_STRING = 2
     CRITERION = 3  # one of stopping_criteria
-    COMPLETE = 4  # the token automaton allows no more tokens, and there is no eos id
+    COMPLETE = 4  # the text is complete, and the budget has ended, or no token may follow and there is no eos id
     LENGTH = 5  # max_new_tokens or max_length
     TIME = 6  # max_time
     NO_TOKEN = 7  # all tokens are banned

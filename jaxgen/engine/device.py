@@ -86,30 +86,33 @@ class Loop:
 class Device:
     """The device side of an engine: its state, and the program that changes it.
 
-    The state includes a prefix store of `store_bytes` bytes. `params` is used only to check the memory and to find the
-    mesh, because each chunk is passed its own parameters.
+    The state includes a prefix store of `store_bytes` bytes, and the table of grammars takes `grammar_bytes` bytes.
+    `params` is used only to check the memory and to find the mesh, because each chunk is passed its own parameters.
     """
 
-    def __init__(self, params: Any, loop: Loop, store_bytes: int):
+    def __init__(self, params: Any, loop: Loop, store_bytes: int, grammar_bytes: int = 0):
         self._loop, self._mesh = loop, mesh_of(params)
         run = self._run(params, {})
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
-        check_call_memory(in_slots, loop.form.width, store_bytes)
+        check_call_memory(in_slots, loop.form.width, store_bytes, grammar_bytes)
         self._state: Any = None
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
+        self._tables: dict[str, tuple[Any, Any]] = {}  # the latest tables, as given and on the parameters' devices
 
     def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Create the state, with all slots free. On a mesh, the first chunk creates the state instead."""
         self._no_arrivals = self._placed(no_arrivals, params)
         if self._mesh is None:
-            state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
+            state = _open(
+                self._run(params, self._placed_tables(tables, params)), self._no_arrivals, **self._loop.of_open
+            )
             # Chunks return committed states. Commit the first state too, so that no second program is compiled.
             self._state = committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
         news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
-        run = self._run(params, tables)
+        run = self._run(params, self._placed_tables(tables, params))
         if self._state is None:
             self._state, packed = _first_chunk(run, news, np.int32(steps), **self._loop.of_open)
         else:
@@ -119,6 +122,13 @@ class Device:
     def _placed(self, tree: Any, params: Any) -> Any:
         """Place the arrays of a tree on the devices of the parameters."""
         return committed(tree, params) if self._mesh is None else replicate(tree, self._mesh)
+
+    def _placed_tables(self, tables: dict[str, Any], params: Any) -> dict[str, Any]:
+        """Place tables on the devices of the parameters. Tables that have not changed are not copied again."""
+        for name, table in tables.items():
+            if name not in self._tables or self._tables[name][0] is not table:
+                self._tables[name] = table, self._placed(table, params)
+        return {name: self._tables[name][1] for name in tables}
 
     def _run(self, params: Any, tables: dict[str, Any]) -> Run:
         return self._loop.run(params, tables, self._mesh)

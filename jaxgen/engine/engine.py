@@ -21,10 +21,11 @@ from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, QueueFull
 from jaxgen.engine.schedule import Counts, Flight, Pace, Schedule
-from jaxgen.engine.tables import tables_of
+from jaxgen.engine.tables import CAPACITY, tables_of
 from jaxgen.errors import InputError, check_whole
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
+from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
@@ -60,8 +61,9 @@ class Engine:
             fewer options, the program compiles faster. Options that `cfg` turns on are always included.
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
-        grammar_states, grammar_classes: the numbers of states and token classes in the table of grammars, which all
-            prompts in flight share.
+        grammar_states, grammar_transitions, grammar_classes, grammars: the size of the table of grammars, which all
+            prompts in flight share: the numbers of states and transitions (one grammar may use half of them), of token
+            classes in one grammar, and of different grammars. See docs/engine.md.
         stop_states: the number of states in the table of stop strings. A string needs about one state per byte.
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, a stop string
             must be entirely in the answer, as in OpenAI's API.
@@ -89,8 +91,10 @@ class Engine:
         prompt_options: Collection[str] | None = None,
         tokenizer: Tokenizer | None = None,
         most_waiting: int = 1024,
-        grammar_states: int = 1024,
-        grammar_classes: int = 256,
+        grammar_states: int = CAPACITY.states,
+        grammar_transitions: int = CAPACITY.transitions,
+        grammar_classes: int = CAPACITY.classes,
+        grammars: int = CAPACITY.automata,
         stop_states: int = 1024,
         stop_in_prompt: bool = True,
         id_entries: int = ENTRIES,
@@ -101,7 +105,9 @@ class Engine:
     ):
         check_call(params, cfg)
         sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most_waiting, "id_entries": id_entries}
-        sizes |= {"grammar_states": grammar_states, "grammar_classes": grammar_classes, "stop_states": stop_states}
+        capacity = Capacity(grammar_states, grammar_transitions, grammar_classes, grammars)
+        sizes |= {f"grammar_{name}": size for name, size in capacity._asdict().items() if name != "automata"}
+        sizes |= {"grammars": grammars, "stop_states": stop_states}
         for name, size in sizes.items():
             check_whole(name, size)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
@@ -115,9 +121,9 @@ class Engine:
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
         prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
         loop = Loop.of(self._form, extensions, slots, steps=_STEPS, key_impl=key_impl, stored=prefixes.places)
-        self._device = Device(params, loop, prefixes.bytes(self._form.full))
         vocab = cfg.model.vocab_size
-        self._tables = tables_of(vocab, (grammar_states, grammar_classes), tokenizer, stop_states, stop_in_prompt)
+        self._device = Device(params, loop, prefixes.bytes(self._form.full), capacity.bytes(vocab))
+        self._tables = tables_of(vocab, capacity, tokenizer, stop_states, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
         no_arrivals, tables = self._schedule.no_arrivals(), self._joint()
@@ -125,7 +131,7 @@ class Engine:
         self._processes = None
         params = params if mesh is not None else committed(params, params)
         if mesh is not None and mesh.is_multi_process:
-            sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
+            sizes = slots, prompt_width, *capacity, stop_states, id_entries, prefixes.places
             self._processes = Processes(no_arrivals, tables, repr((cfg, cfg.model, stop_in_prompt, *sizes)))
         self._device.open(params, no_arrivals, tables)
         self._changed = threading.Condition()

@@ -61,8 +61,9 @@ def generate_many(
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
         progress: if True, show a progress bar of tqdm on stderr, which counts answered prompts.
-        **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_classes`, `stop_states`,
-            `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`, `logits_processor`, `stopping_criteria`, `hook`.
+        **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_transitions`,
+            `grammar_classes`, `grammars`, `stop_states`, `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`,
+            `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field or the index of another

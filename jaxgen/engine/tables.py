@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
 from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
-from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.grammar.token_automaton import OF_PART, OF_STATE, OF_TRANSITION, Capacity, TokenAutomaton
+from jaxgen.grammar.token_table import compact
+from jaxgen.programs import Program
 from jaxgen.text.tokenizer import Tokenizer
+
+# The default sizes of an engine's table of grammars. With a vocabulary of 151,936 tokens, the table takes 27 MB.
+CAPACITY = Capacity(states=2**16, transitions=2**19, classes=4096, automata=64)
+_PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that are written at a time
 
 
 @dataclasses.dataclass
 class _Part:
-    """An automaton in a table, its first state, and the number of prompts that use it."""
+    """An automaton in a table, its first place in each of the table's spaces, and the number of prompts that use it."""
 
     automaton: Any
-    first: int
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
     users: int = 0
 
 
-class Table:
+class Table(abc.ABC):
     """A table of automata that can be added and removed while prompts use it. States in use are never renumbered.
 
+    A table has one or more spaces, such as that of the states, and an automaton occupies a range of each. An automaton
+    that no prompt uses any more stays in the table until its space is needed.
+
     Args:
-        name: the option that the automata come from.
-        states: the number of states that the table has space for.
+        name: the name of an automaton in error messages.
+        spaces: the size of each space by name. The first is that of the states.
         free: the automaton for prompts without an automaton of their own.
-        join: the function that builds the table from a dict of automata, keyed by their first states in the table.
+        joint: the table without automata.
 
     Attributes:
         joint: the table of all current automata, on the device.
     """
 
-    def __init__(self, name: str, states: int, free: Any, join: Callable[[dict[int, Any]], Any]):
-        self._name, self._states, self._join_parts = name, states, join
-        self._parts: dict[Hashable, _Part] = {None: _Part(free, 0, 1)}
+    def __init__(self, name: str, spaces: dict[str, int], free: Any, joint: Any):
+        self._name, self._spaces, self.joint = name, spaces, joint
+        self._parts: dict[Hashable, _Part] = {}
         self._lock = threading.Lock()
-        self.joint = self._join()
+        self.enter(None, free)
+
+    @abc.abstractmethod
+    def sizes(self, automaton: Any) -> tuple[int, ...]:
+        """Return the size of an automaton in each space."""
+
+    @abc.abstractmethod
+    def limits(self, automaton: Any) -> dict[str, tuple[int, int]]:
+        """Return the sizes of an automaton by name, each with the maximum for one automaton."""
+
+    @abc.abstractmethod
+    def write(self, first: tuple[int, ...], automaton: Any) -> None:
+        """Write an automaton to `joint`. `first` is its first place in each space."""
 
     def fits(self, automaton: Any) -> None:
-        """Raise an error if an automaton would not fit even into an empty table."""
-        if (needed := automaton.states + 1) > self._states:
-            raise InputError(
-                f"{self._name} needs {needed} states, but the engine's table has {self._states}: create the "
-                "engine with more, or use fewer or shorter texts"
-            )
+        """Raise an error if an automaton is larger than the table allows."""
+        for name, (needed, most) in self.limits(automaton).items():
+            if needed > most:
+                raise InputError(
+                    f"{self._name} needs {needed:,} {name}, but the engine allows at most {most:,}: create the engine "
+                    "with larger tables, or use fewer or shorter texts"
+                )
 
     def enter(self, key: Hashable, automaton: Any) -> int | None:
         """Register a user of an automaton, and return the automaton's initial state in the table.
@@ -57,66 +84,141 @@ class Table:
         If the automaton is not in the table yet, add it; if there is currently no space for it, return None.
         """
         with self._lock:
-            part = self._parts.get(key)
+            part = self._parts.pop(key, None) or self._added(automaton)
             if part is None:
-                first = self._space(automaton.states)
-                if first is None:
-                    return None
-                part = self._parts[key] = _Part(automaton, first)
-                try:
-                    self.joint = self._join()
-                except InputError:  # together, the automata have too many classes of tokens
-                    del self._parts[key]
-                    return None
+                return None
+            self._parts[key] = part  # the automaton that prompts began to use last is the last one
             part.users += 1
-            return part.first + int(part.automaton.start)
+            return part.first[0] + int(part.automaton.start)
 
     def leave(self, key: Hashable) -> None:
-        """Record that a prompt no longer uses an automaton. If no prompt uses the automaton, free its states."""
+        """Record that a prompt no longer uses an automaton."""
         with self._lock:
-            part = self._parts[key]
-            part.users -= 1
-            if not part.users:
-                del self._parts[key]
+            self._parts[key].users -= 1
 
-    def _space(self, states: int) -> int | None:
-        """Return the start of the first gap of at least `states` unused states, or None if no gap is large enough."""
-        first = 0
-        for part in sorted(self._parts.values(), key=lambda part: part.first):
-            if part.first - first >= states:
-                return first
-            first = part.first + part.automaton.states
-        return first if self._states - first >= states else None
+    def _added(self, automaton: Any) -> _Part | None:
+        sizes = self.sizes(automaton)
+        unused = [key for key, part in self._parts.items() if not part.users]
+        while (first := self._places(sizes)) is None and unused:
+            del self._parts[unused.pop(0)]
+        if first is None:
+            return None
+        part = _Part(automaton, first, sizes)
+        self.write(first, automaton)
+        return part
 
-    def _join(self) -> Any:
-        return self._join_parts({part.first: part.automaton for part in self._parts.values()})
+    def _places(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the start of the first gap of the given size in each space, or None if a space has no such gap."""
+        found = []
+        for space, (size, total) in enumerate(zip(sizes, self._spaces.values(), strict=True)):
+            first = 0
+            for part in sorted(self._parts.values(), key=lambda part: part.first[space]):
+                if part.first[space] - first >= size:
+                    break
+                first = part.first[space] + part.sizes[space]
+            if total - first < size:
+                return None
+            found.append(first)
+        return tuple(found)
+
+
+class GrammarTable(Table):
+    """A table of token automata, of the given capacity.
+
+    An automaton may use half of the states and transitions, so any two that are accepted fit into an empty table.
+    Prompts without a grammar may generate any token, including special tokens.
+    """
+
+    def __init__(self, vocab: int, capacity: Capacity):
+        one = np.ones(1, bool)
+        free = compact(np.zeros(vocab, np.int64), np.zeros((1, 1), np.int16), one, np.asarray(0))[1]
+        spaces = {"states": capacity.states, "transitions": capacity.transitions, "automata": capacity.automata}
+        # The automaton of prompts without a grammar has one state, one transition and one row of classes.
+        self._capacity = capacity._replace(**{name: size + 1 for name, size in spaces.items()})
+        self._most = {name: max(spaces[name] // 2, 1) for name in ("states", "transitions")}
+        spaces = {name: size + 1 for name, size in spaces.items()}
+        empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))
+        super().__init__("the grammar", spaces, TokenAutomaton.of_table(free, one), empty)
+
+    def sizes(self, automaton: TokenAutomaton) -> tuple[int, ...]:
+        """Return the numbers of states, transitions and automata."""
+        needs = automaton.needs
+        return needs.states, needs.transitions, needs.automata
+
+    def limits(self, automaton: TokenAutomaton) -> dict[str, tuple[int, int]]:
+        """Return the limits, named after the arguments of `Engine` that raise them."""
+        needs, space = automaton.needs, self._capacity
+        return {
+            "states (grammar_states: twice as many)": (needs.states, self._most["states"]),
+            "transitions (grammar_transitions: twice as many)": (needs.transitions, self._most["transitions"]),
+            "classes of tokens (grammar_classes)": (needs.classes, space.classes),
+            "transitions in one state (grammar_classes: eight times as many)": (automaton.longest_row, space.width),
+            "automata": (needs.automata, 1),
+        }
+
+    def write(self, first: tuple[int, ...], automaton: TokenAutomaton) -> None:
+        """Write only the automaton's own part, in pieces of fixed sizes, so that nothing is compiled."""
+        arrays = automaton.moved(*first)
+        for names, place, piece in zip((OF_STATE, OF_TRANSITION, OF_PART), first, _PIECES, strict=True):
+            for begin in range(0, len(arrays[names[0]]), piece):
+                new = {name: arrays[name][begin : begin + piece] for name in names}
+                count = len(new[names[0]])
+                padded = {name: np.pad(x, [(0, piece - count)] + [(0, 0)] * (x.ndim - 1)) for name, x in new.items()}
+                old = {name: getattr(self.joint, name) for name in names}
+                self.joint = dataclasses.replace(
+                    self.joint, **_write(old, padded, np.int32(place + begin), np.int32(count))
+                )
+
+
+def _written(old: dict[str, jax.Array], new: dict[str, jax.Array], first: jax.Array, count: jax.Array) -> Any:
+    """Return the arrays of `old` with the first `count` entries of each array of `new`, from index `first`."""
+    place = jnp.arange(jax.tree.leaves(new)[0].shape[0], dtype=jnp.int32)
+    place = jnp.where(place < count, first + place, np.iinfo(np.int32).max)
+    return {name: x.at[place].set(new[name], mode="drop") for name, x in old.items()}
+
+
+_write = Program(_written, "Engine (grammar)")
+
+
+class StopTable(Table):
+    """A table of stop-string automata, with space for `capacity` states."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, capacity: int, spans_prompt: bool = True):
+        self._tokenizer, self._vocab, self._capacity, self._spans_prompt = tokenizer, vocab, capacity, spans_prompt
+        super().__init__("stop_strings", {"states": capacity}, StopAutomaton.of((), tokenizer, vocab), None)
+
+    def sizes(self, automaton: StopAutomaton) -> tuple[int, ...]:
+        """Return the number of states."""
+        return (automaton.states,)
+
+    def limits(self, automaton: StopAutomaton) -> dict[str, tuple[int, int]]:
+        """Return the limit of the states, one of which belongs to prompts without stop strings."""
+        return {"states (stop_states)": (automaton.states + 1, self._capacity)}
+
+    def write(self, first: tuple[int, ...], automaton: StopAutomaton) -> None:
+        """Build the table of all automata again."""
+        parts = {part.first[0]: part.automaton for part in self._parts.values()} | {first[0]: automaton}
+        joint = StopStrings.join(parts, self._tokenizer, self._vocab, capacity=self._capacity)
+        self.joint = dataclasses.replace(joint, spans_prompt=self._spans_prompt)
 
 
 def tables_of(
-    vocab: int, grammars: tuple[int, int], tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
+    vocab: int, grammars: Capacity, tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
 ) -> dict[str, Table]:
     """Return empty tables by name: one for grammars and, if there is a tokenizer, one for stop strings."""
-    tables = {"allowed": grammar_table(vocab, grammars)}
+    tables: dict[str, Table] = {"allowed": GrammarTable(vocab, grammars)}
     if tokenizer is not None:
-        tables["stop_strings"] = stop_table(tokenizer, vocab, stop_states, stop_in_prompt)
+        tables["stop_strings"] = StopTable(tokenizer, vocab, stop_states, stop_in_prompt)
     return tables
 
 
-def grammar_table(vocab: int, capacity: tuple[int, int]) -> Table:
-    """Return an empty table of token automata, with space for `capacity[0]` states and `capacity[1]` classes of tokens.
-
-    Prompts without a grammar may generate any token, including special tokens.
-    """
-    every = np.zeros(vocab, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool), np.zeros(1, np.int32)
-    free = TokenAutomaton(*every, start=np.int32(0))  # pyright: ignore[reportArgumentType]
-    return Table("allowed", capacity[0], free, lambda parts: TokenAutomaton.join(parts, capacity))
-
-
-def stop_table(tokenizer: Tokenizer, vocab: int, capacity: int, spans_prompt: bool = True) -> Table:
-    """Return an empty table of stop-string automata, with space for `capacity` states."""
-
-    def join(parts: dict[int, StopAutomaton]) -> StopStrings:
-        joint = StopStrings.join(parts, tokenizer, vocab, capacity=capacity)
-        return dataclasses.replace(joint, spans_prompt=spans_prompt)
-
-    return Table("stop_strings", capacity, StopAutomaton.of((), tokenizer, vocab), join)
+def grammar_sizes(automata: Iterable[TokenAutomaton]) -> dict[str, int]:
+    """Return the sizes of an engine's table of grammars that accepts each of the automata, as arguments of `Engine`."""
+    automata = list(automata)
+    needs = [automaton.needs for automaton in automata]
+    classes = max(max(need.classes for need in needs), 8 * max(automaton.longest_row for automaton in automata))
+    return {
+        "grammar_states": max(CAPACITY.states, 2 * max(need.states for need in needs)),
+        "grammar_transitions": max(CAPACITY.transitions, 2 * max(need.transitions for need in needs)),
+        "grammar_classes": power_of_two(classes, CAPACITY.classes),
+    }

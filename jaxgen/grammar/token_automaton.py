@@ -1,38 +1,63 @@
 """Token automata: tables on the device that say which tokens the grammar of a row allows next.
 
-The state of a row is one number. Tokens with equal transitions from every state share a class, so the table is [states,
-classes] and not [states, V]. For a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
-traced, and their sizes are rounded up to powers of two, so a different grammar of similar size uses the same program.
+The state of a row is one number. `token_table.py` describes how the transitions are stored. The tables are traced, and
+their sizes are rounded up to powers of two, so a different grammar of similar size uses the same program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.byte_automaton import compile_expression, distances, distinct, edges, restricted, useful_states
+from jaxgen.grammar.byte_automaton import compile_expression
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.token_bits import BITS, as_words, contains
+from jaxgen.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
 from jaxgen.shapes import short_repr
-from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
+from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import encoded
 
-SMALLEST_TABLE = 64
-LARGEST_TABLE = 2**25  # maximum number of transitions in a table, even during construction; this many take 128 MB
-MOST_WORK = 2**28  # maximum number of transitions followed while building
-LONGEST_PREFIXES = 30_000  # maximum total length of all distinct prefixes, in bytes
-COMPLETE = 0  # the state after a prefix
-_NEVER = 2**30  # the value of `shortest` if the text cannot be completed
+OF_STATE = "part", "first", "count", "accepting", "free", "shortest"  # arrays with an entry for each state
+OF_TRANSITION = "low", "high", "step", "longer"  # for each transition
+OF_PART = "classes", "base"  # for each automaton in the table
+_WIDTH = 64  # the smallest number of transitions in a state for which a table has space
+
+
+class Capacity(NamedTuple):
+    """The number of states, transitions, classes of tokens and automata for which a table has space.
+
+    The classes are those of a single automaton. A transition is a range of classes with the same next state. In each
+    state, an automaton may have as many transitions as `width`.
+    """
+
+    states: int
+    transitions: int
+    classes: int
+    automata: int
+
+    @property
+    def width(self) -> int:
+        """The number of transitions in a state."""
+        return max(self.classes // 8, _WIDTH)
+
+    def bytes(self, vocab_size: int) -> int:
+        """Return the size of a table in bytes."""
+        shapes = jax.eval_shape(lambda: TokenAutomaton.empty(self, vocab_size))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+_LEAST = Capacity(256, 256, 256, 1)  # the size of the smallest table
 
 
 @flax.struct.dataclass
@@ -49,18 +74,35 @@ class TokenAutomaton:
     dead end, unless an eos token is itself part of the text.
 
     Attributes:
-        classes: the class of each token.
-        transitions: the next state for each state and class; -1 if the class is not allowed or the entry is padding.
+        classes: the class of each token, for each automaton in the table.
+        base: the first state of each automaton.
+        part: the automaton that a state belongs to.
+        first, count: the first transition of each state, and the number of its transitions.
         accepting: True if the text so far is complete.
+        free: True if any token may follow, as after a prefix.
         shortest: the minimum number of tokens needed to complete the text.
+        low, high: the first and the last class of tokens of each transition.
+        step, longer: the next state and its `shortest`, as in `TokenTable`.
         start: the initial state, or one initial state per prompt (see `stack`).
+        width: the maximum number of transitions in a state.
+        words: the maximum number of classes of an automaton, divided by 32.
     """
 
-    classes: jax.Array  # int32[V]
-    transitions: jax.Array  # int32[states, classes]
+    classes: jax.Array  # uint16[automata, V]
+    base: jax.Array  # int32[automata]
+    part: jax.Array  # int32[states]
+    first: jax.Array  # int32[states]
+    count: jax.Array  # int32[states]
     accepting: jax.Array  # bool[states]
+    free: jax.Array  # bool[states]
     shortest: jax.Array  # int32[states]
+    low: jax.Array  # uint16[transitions]
+    high: jax.Array  # uint16[transitions]
+    step: jax.Array  # int32[transitions]
+    longer: jax.Array  # int16[transitions]
     start: jax.Array  # int32[] or int32[B]
+    width: int = flax.struct.field(pytree_node=False)
+    words: int = flax.struct.field(pytree_node=False)
 
     __repr__ = short_repr
 
@@ -108,16 +150,14 @@ class TokenAutomaton:
 
         `name` is the grammar's name in error messages. The other arguments and errors are as in `from_regex`.
         """
-        tokens = _tokens(tokenizer, vocab_size)
-        automaton = compile_expression(expression, name)
-        classes, transitions = _token_table(automaton.table, tokens)
-        useful = useful_states(transitions, automaton.accepting, automaton.start)
-        if not useful[automaton.start]:
+        tokens = tokens_of(tokenizer, vocab_size)
+        table = token_table(compile_expression(expression, name), tokens)
+        if table is None:
             raise InputError(
                 "the tokenizer's tokens cannot form any text of the grammar: change the grammar (many SentencePiece "
                 "words have a leading space)"
             )
-        return _padded(classes, *restricted(transitions, automaton.accepting, automaton.start, useful))
+        return cls.of_table(table, np.zeros(len(table.first), bool))
 
     @classmethod
     def from_prefixes(
@@ -134,75 +174,144 @@ class TokenAutomaton:
             InputError: the tokenizer's tokens cannot form one of the prefixes, or the prefixes are too long.
             TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` is not a list of strings or bytes.
         """
-        tokens = _tokens(tokenizer, vocab_size)
+        tokens = tokens_of(tokenizer, vocab_size)
         is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
         if not is_list or not all(isinstance(prefix, str | bytes) for prefix in prefixes):
             raise TypeError(f"prefixes must be a list of texts, one per prompt, got {shown(prefixes)}")
         texts = [encoded("a prefix", prefix) if isinstance(prefix, str) else prefix for prefix in prefixes]
-        table, start = _prefix_table(texts)
-        accepting = np.arange(len(table)) == COMPLETE
-        classes, transitions = _token_table(table, tokens, ~accepting)
-        transitions[COMPLETE] = COMPLETE
-        useful = useful_states(transitions, accepting, start)
-        for text, possible in zip(texts, useful[start], strict=True):
-            if not possible:
-                raise InputError(f"the prefix {text!r} cannot be written with the tokenizer's tokens: change it")
-        return _padded(classes, *restricted(transitions, accepting, start, useful))
+        table = prefix_table(texts, tokens)
+        return cls.of_table(table, np.arange(len(table.first)) == COMPLETE)
 
     @classmethod
-    def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: tuple[int, int] | None = None) -> TokenAutomaton:
+    def of_table(cls, table: TokenTable, free: np.ndarray) -> TokenAutomaton:
+        """Return the automaton for a table on the host. `free` is as in the attributes."""
+        states, row = len(table.first), int(table.count.max(initial=0))
+        needed = Capacity(states, max(len(table.low), 1), int(table.classes.max()) + 1, 1)
+        capacity = Capacity(*map(power_of_two, needed, _LEAST))
+        result = cls.empty(capacity, len(table.classes), power_of_two(max(row, 1), _WIDTH))
+        result.classes[0] = table.classes
+        for name in (*OF_STATE, *OF_TRANSITION):
+            if name != "part":
+                values = free if name == "free" else getattr(table, name)
+                getattr(result, name)[: len(values)] = values
+        return jax.device_put(dataclasses.replace(result, start=table.start))
+
+    @classmethod
+    def empty(cls, capacity: Capacity, vocab_size: int, width: int | None = None) -> TokenAutomaton:
+        """Return a table without automata, as numpy arrays. `width` is as in `join`."""
+        states, transitions, classes, automata = capacity
+        width = capacity.width if width is None else width
+        of_state = {name: np.zeros(states, np.int32) for name in OF_STATE}
+        of_state |= {name: np.zeros(states, bool) for name in ("accepting", "free")}
+        of_state["shortest"][:] = NEVER
+        dtypes = {"low": np.uint16, "high": np.uint16, "step": np.int32, "longer": np.int16}
+        # Unused entries after the last row of transitions allow it to be read like the others, as `width` entries.
+        of_transition = {name: np.zeros(transitions + width, dtype) for name, dtype in dtypes.items()}
+        of_part = {"classes": np.zeros((automata, vocab_size), np.uint16), "base": np.zeros(automata, np.int32)}
+        words = power_of_two(-(-classes // BITS), 1)
+        arrays: dict[str, Any] = {**of_state, **of_transition, **of_part}
+        return cls(**arrays, start=np.int32(0), width=width, words=words)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: Capacity | None = None) -> TokenAutomaton:
         """Join one automaton per prompt into one table, with one `start` state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All automata must have the same vocabulary.
-        `capacity` is the table's size, (states, token classes); it may include space for automata that are added later.
+        `capacity` is the table's size, (states, transitions, token classes, automata); see `Capacity`. It may include
+        space for automata that are added later.
         """
-        if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
-            raise TypeError(f"capacity must be a pair, (states, classes of tokens), got {capacity!r}")
+        if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == len(Capacity._fields)):
+            raise TypeError(f"capacity must be (states, transitions, classes of tokens, automata), got {capacity!r}")
+        return cls._stacked(automata, None if capacity is None else Capacity(*capacity))
+
+    @classmethod
+    def _stacked(
+        cls, automata: Sequence[TokenAutomaton], capacity: Capacity | None, width: int | None = None
+    ) -> TokenAutomaton:
         if not automata:
             raise InputError("there are no automata to stack: pass one per prompt")
-        sizes = sorted({automaton.classes.shape[0] for automaton in automata})
+        sizes = sorted({automaton.vocab_size for automaton in automata})
         if len(sizes) > 1:
             raise InputError(f"the automata have vocabularies of {sizes} tokens: build all with the same vocab_size")
         parts = {id(automaton): automaton for automaton in automata}
         offset, total = {}, 0
         for key, automaton in parts.items():
             offset[key], total = total, total + automaton.states
-        joint = cls.join({offset[key]: automaton for key, automaton in parts.items()}, capacity)
+        joint = cls.join({offset[key]: automaton for key, automaton in parts.items()}, capacity, width)
         start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
         return dataclasses.replace(joint, start=jnp.asarray(start, jnp.int32))
 
     @classmethod
-    def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
+    def join(
+        cls, parts: Mapping[int, TokenAutomaton], capacity: Capacity | None = None, width: int | None = None
+    ) -> TokenAutomaton:
         """Join automata with the same vocabulary into one table; the keys of `parts` are the automata's first states.
 
-        Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`.
+        Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`, and
+        `width` is the table's `width` if it is not that of the capacity.
         """
-        total = max(first + automaton.states for first, automaton in parts.items())
-        # For each token, `joint` has one number that represents the token's classes in all automata.
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)
-        for automaton in parts.values():
-            kinds = np.asarray(automaton.classes)
-            joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
-        example = np.unique(joint, return_index=True)[1]
-        if (needed := total * len(example)) > LARGEST_TABLE:
+        needs = [automaton.needs for automaton in parts.values()]
+        row = max(automaton.longest_row for automaton in parts.values())
+        needed = Capacity(
+            max(first + need.states for first, need in zip(parts, needs, strict=True)),
+            sum(need.transitions for need in needs),
+            max(need.classes for need in needs),
+            sum(need.automata for need in needs),
+        )
+        if capacity is None:
+            capacity, width = Capacity(*map(power_of_two, needed, _LEAST)), power_of_two(max(row, 1), _WIDTH)
+        width = capacity.width if width is None else width
+        if any(need > space for need, space in zip(needed, capacity, strict=True)) or row > width:
             raise InputError(
-                f"{len(parts)} automata have {needed} transitions together, but at most {LARGEST_TABLE} are supported: "
-                "stack fewer"
+                f"the automata need {needed.states} states, {needed.transitions} transitions, {needed.classes} classes "
+                f"of tokens, {needed.automata} automata and {row} transitions in a state, but the table's capacity is "
+                f"{', '.join(map(str, capacity))} and {width}: stack with a larger capacity, or add fewer"
             )
-        table, accepting = np.full((total, len(example)), -1, np.int32), np.zeros(total, bool)
-        for first, automaton in parts.items():
-            part = slice(first, first + automaton.states)
-            own = np.asarray(automaton.transitions)[: automaton.states, np.asarray(automaton.classes)[example]]
-            table[part] = np.where(own < 0, -1, own + first)
-            accepting[part] = np.asarray(automaton.accepting)[: automaton.states]
+        joint = cls.empty(capacity, next(iter(parts.values())).vocab_size, width)
+        transition, part = 0, 0
+        for (first, automaton), need in zip(parts.items(), needs, strict=True):
+            arrays = automaton.moved(first, transition, part)
+            for names, at in ((OF_STATE, first), (OF_TRANSITION, transition), (OF_PART, part)):
+                for name in names:
+                    getattr(joint, name)[at : at + len(arrays[name])] = arrays[name]
+            transition, part = transition + need.transitions, part + need.automata
         first = min(parts)
-        return _padded(joint, table, accepting, np.asarray(parts[first].start) + first, capacity)
+        start = np.asarray(parts[first].start) + first
+        return jax.device_put(dataclasses.replace(joint, start=start.astype(np.int32)))
+
+    def moved(self, state: int, transition: int, part: int) -> dict[str, np.ndarray]:
+        """Return the used entries of the arrays, for a table where the first ones have the given indices."""
+        needs = self.needs
+        size = dict.fromkeys(OF_STATE, needs.states) | dict.fromkeys(OF_TRANSITION, needs.transitions)
+        size |= dict.fromkeys(OF_PART, needs.automata)
+        arrays = {name: np.asarray(getattr(self, name))[:most] for name, most in size.items()}
+        offset = {"part": part, "first": transition, "base": state}
+        return arrays | {name: arrays[name] + more for name, more in offset.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, V."""
+        return self.classes.shape[-1]
 
     @property
     def states(self) -> int:
         """The number of states up to the last state that accepts or has a transition; later states are padding."""
-        used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
+        used = np.asarray(self.accepting) | (np.asarray(self.count) > 0)
         return int(np.flatnonzero(used)[-1]) + 1
+
+    @property
+    def longest_row(self) -> int:
+        """The number of transitions in the state that has the most."""
+        return int(np.max(np.asarray(self.count)))
+
+    @property
+    def needs(self) -> Capacity:
+        """The numbers of states, transitions, classes and automata, without padding."""
+        states = self.states
+        first, count = np.asarray(self.first)[:states], np.asarray(self.count)[:states]
+        automata = int(np.max(np.asarray(self.part)[:states])) + 1
+        classes = int(np.max(np.asarray(self.classes)[:automata])) + 1
+        return Capacity(states, int(np.max(first + count)), classes, automata)
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
         """Add an automaton; return the new table, and the automaton's `start` in the table.
@@ -213,10 +322,14 @@ class TokenAutomaton:
         Raises:
             InputError: the vocabularies differ, or the capacity is too small.
         """
-        states, classes = self.transitions.shape
-        joint = self.stack([self, automaton], capacity=(states, classes))
+        joint = self._stacked([self, automaton], self.capacity, self.width)
         start = np.asarray(joint.start)[self.start.size :].reshape(automaton.start.shape)
         return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
+
+    @property
+    def capacity(self) -> Capacity:
+        """The table's size, including unused entries."""
+        return Capacity(len(self.part), len(self.low) - self.width, self.words * BITS, len(self.base))
 
     def begin(self, rows: int) -> jax.Array:
         """Return each row's initial state, int32[rows]; a prompt's initial state is repeated for each of its rows."""
@@ -237,11 +350,13 @@ class TokenAutomaton:
         allowed only if the text can still be completed within `remaining` tokens. If even the shortest completion
         needs more than `remaining` tokens, this limit does not apply.
         """
-        following = self._following(state, remaining)
-        allowed = jnp.take(following, self.classes, axis=1)
+        here = jnp.maximum(state, 0)
+        low, high, may, _ = self._row(state, remaining)
+        classes = self.classes if self.classes.shape[0] == 1 else self.classes[self.part[here]]
+        allowed = contains(as_words(low, high, may, self.words), classes.astype(jnp.int32))
         if eos is None:
             return allowed
-        complete = self.accepting[jnp.maximum(state, 0)] & (state >= 0)
+        complete = self.accepting[here] & (state >= 0)
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
@@ -249,7 +364,13 @@ class TokenAutomaton:
 
         An eos token does not change the state. Any other token that is not allowed sets the state to -1 permanently.
         """
-        following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
+        here = jnp.maximum(state, 0)
+        low, high, may, step = self._row(state, None)
+        kind = self.classes[self.part[here], tokens].astype(jnp.int32)[:, None]
+        found = may & (low <= kind) & (kind <= high)
+        step = jnp.sum(jnp.where(found, step, 0), axis=1)  # at most one range has the class
+        following = jnp.where(step >= FAR // 2, self.base[self.part[here]] + step - FAR, here + step)
+        following = jnp.where(jnp.any(found, axis=1), following, -1)
         stays = state < 0
         if eos is not None:
             stays |= jnp.take_along_axis(self._per_row(eos, state), tokens[:, None], axis=1)[:, 0]
@@ -260,135 +381,32 @@ class TokenAutomaton:
 
         `remaining` is as in `allowed`.
         """
-        return ~jnp.any(self._following(state, remaining), axis=-1)
+        return ~jnp.any(self._row(state, remaining)[2], axis=-1)
 
-    def _following(self, state: jax.Array, remaining: jax.Array | None) -> jax.Array:
-        """Return the classes of tokens that may follow, as bool[rows, classes]."""
-        row = jnp.maximum(state, 0)
-        after = self.transitions[row]
-        following = (after >= 0) & (state >= 0)[:, None]
-        if remaining is None:
-            return following
-        in_time = self.shortest[jnp.maximum(after, 0)] < remaining[:, None]
-        return following & (in_time | (self.shortest[row] > remaining)[:, None])
+    def complete(self, state: jax.Array) -> jax.Array:
+        """Return bool[rows], True for rows whose text is complete; False if any token may follow, as after a prefix."""
+        here = jnp.maximum(state, 0)
+        return self.accepting[here] & ~self.free[here] & (state >= 0)
+
+    def _row(self, state: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Return each row's transitions as arrays [rows, width]: low, high, whether each may follow, and step."""
+        here = jnp.maximum(state, 0)
+        first = self.first[here]
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.vmap(lambda at: lax.dynamic_slice_in_dim(x, at, self.width))(first).astype(jnp.int32)
+
+        may = (jnp.arange(self.width)[None, :] < self.count[here][:, None]) & (state >= 0)[:, None]
+        if remaining is not None:
+            shortest = self.shortest[here][:, None]
+            in_time = shortest + cut(self.longer) < remaining[:, None]
+            may &= in_time | (shortest > remaining[:, None])
+        return cut(self.low), cut(self.high), may, cut(self.step)
 
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
-        if eos.shape[-1] != self.classes.shape[0]:
+        if eos.shape[-1] != self.vocab_size:
             raise InputError(
-                f"the automaton has {self.classes.shape[0]} tokens, but the scores have {eos.shape[-1]}: "
+                f"the automaton has {self.vocab_size} tokens, but the scores have {eos.shape[-1]}: "
                 f"build it with vocab_size={eos.shape[-1]}"
             )
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
-
-
-def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes]:
-    """Return the bytes that each token id adds to the text; b"" for special tokens and ids without a token."""
-    check_tokenizer(tokenizer)
-    tokens = [token or b"" for token in tokenizer.token_bytes()]
-    return tokens if vocab_size is None else tokens[:vocab_size] + [b""] * (vocab_size - len(tokens))
-
-
-def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the automaton for texts that begin with a prefix: its table int32[S, 256], and each prefix's first state.
-
-    A prefix has one state per byte; its last byte leads to `COMPLETE`.
-    """
-    begin, states = {b"": COMPLETE}, COMPLETE + 1
-    for prefix in prefixes:
-        if prefix not in begin:
-            begin[prefix], states = states, states + len(prefix)
-    if states > LONGEST_PREFIXES:
-        raise InputError(f"the prefixes have {states - 1:,} bytes, more than {LONGEST_PREFIXES:,}: shorten them")
-    table = np.full((states, 256), -1, np.int32)
-    table[COMPLETE] = COMPLETE
-    for prefix, first in begin.items():
-        for state, byte in enumerate(prefix, start=first):
-            table[state, byte] = state + 1 if state + 1 < first + len(prefix) else COMPLETE
-    return table, np.array([begin[prefix] for prefix in prefixes], np.int32)
-
-
-def _token_table(
-    table: np.ndarray, tokens: Sequence[bytes], followed: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Follow the bytes of every token from all states at once.
-
-    Return the class of each token, int[V], and the transitions, int32[S, classes].
-
-    States where `followed bool[S]` is False get no outgoing transitions; None means True for all states.
-
-    Every token defines a function from states to states: the composition of the functions of its bytes. Many tokens
-    share a function, so each function is stored once, and tokens refer to it by its index. At each byte position,
-    tokens with the same function and the same next byte share one composition.
-    """
-    lengths = np.array([len(token) for token in tokens])
-    offsets = np.cumsum(lengths) - lengths
-    buffer = np.frombuffer(b"".join(tokens), np.ubyte)
-    bytes_of_kind, kind = distinct(np.ascontiguousarray(table.T))
-    step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 maps to -1
-
-    nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
-    if followed is not None:
-        unmoved = np.where(followed, unmoved, -1).astype(np.int32)
-    number = {nowhere.tobytes(): 0}
-    number.setdefault(unmoved.tobytes(), 1)
-    functions = [np.frombuffer(function, np.int32) for function in number]
-    work = 0
-    current = (lengths > 0) * number[unmoved.tobytes()]  # a token without text is never allowed
-    going = np.flatnonzero(current)
-    for position in range(lengths.max(initial=0)):
-        going = going[(lengths[going] > position) & (current[going] > 0)]
-        pairs = current[going] * len(step) + kind[buffer[offsets[going] + position]]
-        pairs, which = np.unique(pairs, return_inverse=True)
-        work += len(pairs) * len(table)
-        if work > MOST_WORK:
-            _refuse_size(len(table))
-        composed = np.empty(len(pairs), np.int64)
-        for i, (before, byte) in enumerate(zip(*np.divmod(pairs, len(step)), strict=True)):
-            function = step[byte][functions[before]].tobytes()
-            composed[i] = number.setdefault(function, len(functions))
-            if composed[i] == len(functions):
-                functions.append(np.frombuffer(function, np.int32))
-                if len(functions) * len(table) > LARGEST_TABLE:
-                    _refuse_size(len(table))
-        current[going] = composed[which]
-    used, classes = np.unique(current, return_inverse=True)
-    return classes, np.stack([functions[i] for i in used], axis=1)
-
-
-def _refuse_size(states: int) -> NoReturn:
-    raise InputError(
-        f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the limits of long texts and arrays, shorten long prefixes, or split the grammar"
-    )
-
-
-def _padded(
-    classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any, capacity: Any = None
-) -> TokenAutomaton:
-    """Merge equal classes, and pad the tables to `capacity` or to powers of two."""
-    columns, like = distinct(np.ascontiguousarray(transitions.T))
-    classes, transitions = like[classes], transitions[:, columns]
-    states, kinds = transitions.shape
-    shape = capacity or tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
-    if capacity is not None and math.prod(capacity) > LARGEST_TABLE:
-        raise InputError(f"capacity={capacity} is more than {LARGEST_TABLE} transitions: pass a smaller one")
-    if states > shape[0] or kinds > shape[1]:
-        raise InputError(
-            f"the automata need {states} states and {kinds} classes of tokens together, but the table's capacity is "
-            f"{shape[0]} and {shape[1]}: stack with a larger capacity, or add fewer"
-        )
-    if math.prod(shape) > LARGEST_TABLE:
-        _refuse_size(states)
-    table = np.full(shape, -1, np.int32)
-    table[:states, :kinds] = transitions
-    complete = np.zeros(len(table), bool)
-    complete[:states] = accepting
-    source, target = edges(table)
-    shortest = distances(complete, target, source)
-    return TokenAutomaton(
-        shortest=jnp.asarray(np.where(shortest < 0, _NEVER, shortest), jnp.int32),
-        classes=jnp.asarray(classes, jnp.int32),
-        transitions=jnp.asarray(table),
-        accepting=jnp.asarray(complete),
-        start=jnp.asarray(start, jnp.int32),
-    )

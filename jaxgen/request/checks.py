@@ -130,7 +130,7 @@ def check_processes(cfg: GenerationConfig, extensions: Extensions) -> None:
 
 def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for an automaton built for a different vocabulary or stacked for a different number of prompts."""
-    tokens, starts = automaton.classes.shape[0], automaton.start.size
+    tokens, starts = automaton.vocab_size, automaton.start.size
     vocab = cfg.model.vocab_size
     if tokens != vocab:
         raise InputError(

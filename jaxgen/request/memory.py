@@ -50,21 +50,22 @@ def caches_bytes(
     cache_dtype: str | None,
     slots: int | None,
     prefixes: int = 0,
+    grammars: int = 0,
 ) -> int:
-    """Return the total size in bytes of the caches for prompts and sequences, plus `prefixes`.
+    """Return the total size in bytes of the caches for prompts and sequences, plus `prefixes` and `grammars`.
 
-    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences. `prefixes` is the size in
-    bytes of an engine's prefix store.
+    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences. `prefixes` and `grammars` are
+    the sizes in bytes of an engine's prefix store and of its table of grammars.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
-    return prefixes + sum([cache_bytes(*size) for size in sizes])
+    return prefixes + grammars + sum([cache_bytes(*size) for size in sizes])
 
 
-def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
+def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0) -> None:
     """Raise an `InputError` if the device does not have enough memory for a call's caches.
 
-    `width` is the width of prompts in the program. `prefixes` is the size in bytes of an engine's prefix store.
+    `width` is the width of prompts in the program. `prefixes` and `grammars` are as in `caches_bytes`.
     """
     needed = functools.partial(
         caches_bytes,
@@ -76,6 +77,7 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
         cache_dtype=run.cfg.cache_dtype,
         slots=run.cfg.slots,
         prefixes=prefixes,
+        grammars=grammars,
     )
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}

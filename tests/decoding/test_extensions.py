@@ -14,6 +14,7 @@ from tests.support.compilations import compilations
 from tests.support.counting import CFG, PARAMS
 from tests.support.models import all_generated, generated, left_pad
 from tests.support.streamers import Collector
+from tests.support.tokenizers import byte_level
 
 IDS = [[3], [7]]
 
@@ -244,7 +245,7 @@ def test_a_json_schema_is_kept_to(storyteller):
     ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)
     out = generate(params, ids, keys, cfg.replace(max_new_tokens=128), prefix_allowed_tokens_fn=automaton)
     for text, reason in zip(TOKENIZER.decode_batch(out), out.stop_reasons.tolist(), strict=True):
-        assert reason in (StopReason.EOS, StopReason.LENGTH)  # the grammar completes the JSON within the budget
+        assert reason in (StopReason.EOS, StopReason.COMPLETE)  # the grammar completes the JSON within the budget
         value = json.loads(text)
         assert value.keys() == {"name", "age", "kind", "friends"}
         assert len(value["name"]) <= 12
@@ -259,7 +260,7 @@ def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
     ids = np.repeat(chat("Tell me a story about a fox"), 8, axis=0)
     hot = cfg.replace(max_new_tokens=room, temperature=3.0, top_p=1.0)
     out = generate(params, ids, jax.random.key(0), hot, prefix_allowed_tokens_fn=automaton)
-    assert StopReason.LENGTH in out.stop_reasons.tolist()
+    assert {StopReason.COMPLETE} <= set(out.stop_reasons.tolist()) <= {StopReason.COMPLETE, StopReason.EOS}
     for text in TOKENIZER.decode_batch(out):
         assert isinstance(json.loads(text), list)
 
@@ -271,8 +272,19 @@ def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller)
     for room in (7, 8, 9):
         limited = cfg.replace(max_new_tokens=room, eos_token_id=None)
         out = generate(params, chat("A"), jax.random.key(0), limited, prefix_allowed_tokens_fn=automaton)
-        assert out.stop_reasons.tolist()[0] in (StopReason.COMPLETE, StopReason.LENGTH)
+        assert out.stop_reasons.tolist() == [StopReason.COMPLETE]
         assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"slots": 2}], ids=str)
+def test_only_a_complete_text_has_the_reason_complete_at_the_end_of_the_budget(options):
+    """A row that follows a prefix is never complete, because any token may follow."""
+    cfg = CFG.replace(max_new_tokens=4, min_new_tokens=4, eos_token_id=2, pad_token_id=0, **options)
+    letters = TokenAutomaton.from_regex("[A-F]+", byte_level(), vocab_size=50)
+    prefix = TokenAutomaton.from_prefixes(["AB"], byte_level(), vocab_size=50)
+    for automaton, reason in ((letters, StopReason.COMPLETE), (prefix, StopReason.LENGTH)):
+        out = generate(PARAMS, IDS, None, cfg, prefix_allowed_tokens_fn=automaton)
+        assert out.stop_reasons.tolist() == [reason] * len(IDS)
 
 
 @pytest.mark.slow
@@ -295,7 +307,7 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
         with pytest.raises(InputError, match="stacked for 2 prompts, but there are 4"):
             call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
     with pytest.raises(InputError, match="automaton has a vocabulary of 50, but the model's is"):
-        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
+        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:, :50]))
 
 
 def test_too_little_room_for_a_grammar_is_refused(storyteller):

@@ -117,7 +117,8 @@ class PlainRow:
         elif not eos.any() and done:
             self.reason = StopReason.COMPLETE
         elif len(self.tokens) >= budget:
-            self.reason = StopReason.LENGTH
+            complete = self.state >= 0 and bool(automaton.accepting[self.state])
+            self.reason = StopReason.COMPLETE if complete else StopReason.LENGTH
 
     def run(self):
         while self.reason == StopReason.NONE:

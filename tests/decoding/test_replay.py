@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from convert import load_hf
-from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAutomaton, demo, generate, score
+from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, demo, generate, score
 from jaxgen.errors import JaxgenWarning
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values
 from tests.scoring.test_text import close, sizes_with
+from tests.support.automata import of_matrix
 from tests.support.compilations import compilations
 from tests.support.models import generated, left_pad, model_config, random_params
 
@@ -97,13 +98,7 @@ def in_turns(start):
     """Return an automaton that allows ids of remainder 0, 1 and 2 (mod 3) in turn. A text may end after remainder 2."""
     following = np.full((3, 3), -1)
     following[np.arange(3), np.arange(3)] = [1, 2, 0]
-    return TokenAutomaton(
-        classes=jnp.arange(97, dtype=jnp.int32) % 3,
-        transitions=jnp.asarray(following, jnp.int32),
-        accepting=jnp.asarray([True, False, False]),
-        shortest=jnp.asarray([0, 2, 1], jnp.int32),
-        start=jnp.asarray(start, jnp.int32),
-    )
+    return of_matrix(np.arange(97) % 3, following, np.asarray([True, False, False]), start)
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from jaxgen import (
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many import generate_many
 from jaxgen.engine.results import EngineClosed, QueueFull
+from jaxgen.engine.tables import GrammarTable
+from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of
 from tests.support import slot_loops
 from tests.support.compilations import compilations
@@ -204,7 +206,7 @@ def test_no_prompt_compiles_anything(engine):
 
 @pytest.mark.slow
 def test_no_loop_copies_a_cache():
-    assert slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16") == {"slots": [], "pool": [], "store": []}
+    assert not any(slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16").values())
 
 
 def test_events_say_what_the_result_says(engine):
@@ -276,7 +278,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "allowed": "[a-z]"}, TypeError, "allowed must be a TokenAutomaton"),
         ({"ids": [50], "suppress_tokens": list(range(33))}, ConfigError, r"suppress_tokens has .* entries"),
         ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens contains the token 320"),
-        ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2002 states"),
+        ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2,002 states"),
         ({"ids": [50], "key": 5}, TypeError, "key must be a jax.random.key"),
         (
             {"ids": [50], "key": jax.random.key(1, impl="rbg")},
@@ -290,6 +292,29 @@ def test_a_coroutine_reads_events(engine):
 def test_prompts_that_are_refused(engine, prompt, error, words):
     with pytest.raises(error, match=words):
         engine.submit(prompt)
+
+
+def test_a_grammar_that_never_fits_is_refused_and_others_wait_without_work(engine, monkeypatch):
+    table = engine._tables["allowed"]
+    with monkeypatch.context() as patched:
+        patched.setitem(engine._tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
+        too_large = TokenAutomaton.from_regex("a{0,40}", TOK, vocab_size=320)
+        with pytest.raises(InputError, match="the grammar needs 41 states"):
+            engine.submit([50], allowed=too_large)
+    large = [TokenAutomaton.from_regex(f"[{a}-{b}]{{1,30000}}", TOK, vocab_size=320) for a, b in ("ac", "df", "gi")]
+    entered, enter, write = [], table.enter, table.write
+    monkeypatch.setattr(table, "enter", lambda key, automaton: entered.append(key) or enter(key, automaton))
+    written = []
+    monkeypatch.setattr(table, "write", lambda first, automaton: written.append(first) or write(first, automaton))
+    handles = [engine.submit([50, 60], allowed=grammar, eos_token_id=None) for grammar in large]
+    plain = engine.submit([50, 61])
+    plain.result(60)
+    for handle in handles:
+        [done] = handle.result(60)
+        assert done.stop_reason == StopReason.COMPLETE
+    assert len(written) == 3
+    steps = engine.counts().steps
+    assert len(entered) < 3 * steps + 20
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Flight, Pace, Schedule
-from jaxgen.engine.tables import grammar_table
+from jaxgen.engine.tables import GrammarTable
+from jaxgen.grammar.token_automaton import Capacity
 from tests.engine.test_tables import VOCAB, grammar
 from tests.support.models import model_config
 
@@ -17,7 +18,7 @@ CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, d
 
 def schedule(places: int = 4, arrivals: int = 2, states: int = 12) -> Schedule:
     form = Form(CFG, None, 8)
-    tables = {"allowed": grammar_table(VOCAB, (states, 64))}
+    tables = {"allowed": GrammarTable(VOCAB, Capacity(states, 1024, 64, 8))}
     return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 

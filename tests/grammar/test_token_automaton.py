@@ -1,5 +1,6 @@
 import json
 import re
+import string
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from tokenizers import decoders, models
 
 from jaxgen import Tokenizer, demo
 from jaxgen.errors import InputError
-from jaxgen.grammar import token_automaton
+from jaxgen.grammar import token_table
 from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
+from jaxgen.grammar.token_bits import as_words, look_up, select
+from tests.support.automata import matrix, of_matrix
 from tests.support.bounded import bounded
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
@@ -59,18 +62,15 @@ def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
 
 def test_an_automaton_is_printed_with_its_shapes(tok):
     automaton = automaton_of("yes|no", tok)
-    states, classes = automaton.transitions.shape
-    assert repr(automaton) == (
-        f"TokenAutomaton(classes=int32[{automaton.classes.size}], transitions=int32[{states}, {classes}], "
-        f"accepting=bool[{states}], shortest=int32[{states}], start=int32[])"
-    )
+    assert repr(automaton).startswith(f"TokenAutomaton(classes=uint16[1, {len(tok)}], base=int32[1], part=int32[256], ")
+    assert repr(automaton).endswith("start=int32[], width=64, words=8)")
 
 
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
     """Choose allowed tokens at random until eos. After a quarter of the steps, take the shortest way to the end."""
     rng, eos = np.random.default_rng(seed), marks(size, eos_id)
-    table, distance = np.asarray(automaton.transitions), np.where(automaton.accepting, 0, 10**6)
-    table, before = table[:, : int(np.max(automaton.classes)) + 1], None
+    (classes, table), before = matrix(automaton), None
+    distance = np.where(automaton.accepting, 0, 10**6)[: len(table)]
     while before is None or not np.array_equal(before, distance):
         before, distance = distance, np.minimum(distance, np.where(table >= 0, distance[table], 10**6).min(axis=1) + 1)
     state, texts, done = automaton.begin(rows), [[] for _ in range(rows)], np.zeros(rows, bool)
@@ -81,7 +81,7 @@ def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
             assert bool(automaton.accepting[here[row]]) == may[row, eos_id]
             choices = np.flatnonzero(may[row])
             if step > steps // 4 and not may[row, eos_id]:
-                behind = distance[table[here[row], np.asarray(automaton.classes)[choices]]]
+                behind = distance[table[here[row], classes[choices]]]
                 choices = choices[behind < distance[here[row]]]
             ends = may[row, eos_id] and (step > steps // 4 or rng.random() < 0.3)
             tokens[row] = eos_id if ends else rng.choice(choices)
@@ -118,7 +118,7 @@ def test_random_walks_are_json(tok):
 def test_expressions_may_have_schemas_and_fixed_text(tok):
     expression = Repeat(sequence("<", read_schema(SCHEMA), ">"), 2, 2, Text(b"\n"))
     automaton = TokenAutomaton.from_expression(expression, tok, vocab_size=len(tok) + 3)
-    assert automaton.classes.shape == (len(tok) + 3,)
+    assert automaton.vocab_size == len(tok) + 3
     for row in walk(automaton, len(tok) + 3, tok.eos_token_id, seed=2, steps=200):
         lines = tok.decode(row).split("\n")
         assert [line[0] + line[-1] for line in lines] == ["<>", "<>"]
@@ -145,7 +145,7 @@ def test_every_decision_is_that_of_the_library(tok, pattern):
     for _ in range(6):
         theirs = library.get_next_state(library.get_initial_state(), len(tok))
         state = automaton.begin(1)
-        for _ in range(12):
+        for _ in range(8):
             may = np.flatnonzero(np.asarray(allowed(automaton, state, marks(len(tok), eos)))[0])
             expected = library.get_transitions()[theirs]
             assert may.tolist() == sorted(token for token in expected if token < len(tok))
@@ -214,7 +214,7 @@ def test_stack(tok, eos_of_rows):
     one = eos[0] if eos_of_rows else eos
     rng = np.random.default_rng(0)
     state, states = stacked.begin(8), [single[i].begin(1) for i in order for _ in range(2)]
-    for _ in range(12):
+    for _ in range(8):
         may = np.asarray(allowed(stacked, state, eos))
         tokens = np.zeros(8, np.int32)
         for row in range(8):
@@ -246,7 +246,7 @@ def test_adding_rows_does_not_change_how_a_row_continues(tok):
     first, second, third, fourth = (automaton_of(grammar, tok) for grammar in WALK)
     eos, rng = marks(len(tok), tok.eos_token_id), np.random.default_rng(1)
     remaining = jnp.asarray([60], jnp.int32)
-    table = TokenAutomaton.stack([second], capacity=(2048, 128))
+    table = TokenAutomaton.stack([second], capacity=(2048, 8192, 256, 8))
     state, alone = table.begin(1), second.begin(1)
     step = jax.jit(lambda table, state: table.allowed(state, eos, remaining))
     for number in range(30):
@@ -278,7 +278,7 @@ def test_adding_compiles_nothing(tok):
         return table.allowed(state, eos), table.exhausted(state)
 
     tokens, eos = np.asarray([5], np.int32), np.zeros(len(tok), bool)
-    table = TokenAutomaton.stack([TokenAutomaton.from_prefixes([""], tok)], capacity=(2048, 128))
+    table = TokenAutomaton.stack([TokenAutomaton.from_prefixes([""], tok)], capacity=(2048, 8192, 256, 8))
     assert np.asarray(step(table, table.start, tokens, eos)[0]).all()  # this prefix allows everything
     with compilations() as count:
         for grammar in WALK:
@@ -290,7 +290,7 @@ def test_adding_compiles_nothing(tok):
 def test_a_start_state_without_predecessors_is_not_overwritten(tok):
     """In an automaton built from prefixes, the start state can have the highest index."""
     parts = [TokenAutomaton.from_prefixes(["a"], tok), automaton_of("b", tok), automaton_of("", tok)]
-    table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 64)), []
+    table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 256, 256, 8)), []
     for part in [*parts, *parts[::-1]]:
         table, start = table.add(part)
         starts.append(int(np.ravel(start)[0]))
@@ -300,50 +300,89 @@ def test_a_start_state_without_predecessors_is_not_overwritten(tok):
 
 
 def test_too_small_a_capacity(tok):
-    first, second = automaton_of("[0-9]{3}", tok), automaton_of("[a-z]{5}", tok)
-    table = TokenAutomaton.stack([first], capacity=(8, 8))
-    assert table.transitions.shape == (8, 8)
+    first, second = automaton_of("[0-9]{3}x", tok), automaton_of("[a-z]{5}", tok)
+    table = TokenAutomaton.stack([first], capacity=(8, 64, 64, 2))
+    assert table.capacity == (8, 64, 64, 2)
     with pytest.raises(
-        InputError, match=r"need \d+ states and \d+ classes of tokens together, but .* is 8 and 8: stack"
+        InputError, match=r"need 1\d states, \d+ transitions, .* 2 automata .* but .* is 8, 64, 64, 2 and 64: stack"
     ):
         table.add(second)
-    with pytest.raises(InputError, match="capacity is 3 and 8: stack with a larger capacity, or add fewer"):
-        TokenAutomaton.stack([first], capacity=(3, 8))
-    with pytest.raises(InputError, match="capacity is 8 and 1: stack with a larger capacity, or add fewer"):
-        TokenAutomaton.stack([first], capacity=(8, 1))
-    with pytest.raises(InputError, match="more than 33554432 transitions: pass a smaller one"):
-        TokenAutomaton.stack([first], capacity=(2**20, 64))
+    for capacity in ((3, 64, 64, 2), (8, 1, 64, 2), (8, 64, 1, 2), (8, 64, 64, 0)):
+        with pytest.raises(InputError, match=f"{', '.join(map(str, capacity))} and 64: stack with a larger capacity"):
+            TokenAutomaton.stack([first], capacity=capacity)
+    with pytest.raises(TypeError, match=r"capacity must be \(states, transitions, .* got \(1024, 256\)"):
+        TokenAutomaton.stack([first], capacity=(1024, 256))
     with pytest.raises(InputError, match=r"\[1024, 1030\]"):
         table.add(automaton_of("a", tok, vocab_size=1030))
 
 
-def test_tables_are_bounded(tok, monkeypatch):
-    words = [automaton_of(f"[a-z]{{1,{size}}}", tok) for size in (20, 30)]
-    monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 100)
-    with pytest.raises(InputError, match=r"2 automata have \d+ transitions together, but at most 100 .* stack fewer"):
-        TokenAutomaton.stack(words)
-    monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 1000)
+def test_rows_have_space_for_an_eighth_of_the_classes(tok):
+    """Each letter leads to its own state, so the first state has a transition for each letter."""
+    letters = string.ascii_letters + string.digits + string.punctuation
+    automaton = automaton_of("|".join(f"{re.escape(letter)}{i:03}" for i, letter in enumerate(letters)), tok)
+    capacity = Capacity(512, 1024, 256, 2)
+    assert automaton.longest_row > capacity.width == 64
+    with pytest.raises(InputError, match=r"and 9\d transitions in a state, but .* and 64: stack with a larger"):
+        TokenAutomaton.stack([automaton], capacity=capacity)
+    TokenAutomaton.stack([automaton], capacity=capacity._replace(classes=1024))
+
+
+def test_construction_is_bounded(tok, monkeypatch):
+    monkeypatch.setattr(token_table, "LARGEST_TABLE", 1000)
     with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):
         automaton_of("[a-z]{200}", tok)
-    with pytest.raises(InputError, match="has 4 states, with too many kinds of tokens"):
-        automaton_of("[a-z]{3}", tok)  # the padded table is too large
-    monkeypatch.setattr(token_automaton, "MOST_WORK", 100)
+    monkeypatch.setattr(token_table, "MOST_WORK", 10)
     with pytest.raises(InputError, match="too many kinds of tokens"):
         automaton_of("[a-z]{3}", tok)
 
 
+def test_states_of_a_bounded_repetition_share_their_rows(tok):
+    short, long = (automaton_of(f"a[^x]{{1,{most}}}b", tok).needs for most in (300, 900))
+    assert long.states - short.states > 5 * 600
+    assert long.transitions - short.transitions < 600
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transitions_are_those_of_a_matrix(seed):
+    """Random transitions, some with large steps, are stored and read back."""
+    rng = np.random.default_rng(seed)
+    states, kinds, size = int(rng.integers(1, 3000 if seed < 2 else 40)), int(rng.integers(1, 80)), 300
+    table = rng.integers(-1, states, (states, kinds)) if seed % 2 else rng.choice([-1, 0, states - 1], (states, kinds))
+    table[:, 0] = np.minimum(np.arange(states) + 1, states - 1)  # every state is reachable and leads to the last
+    classes, accepting = rng.integers(0, kinds, size), np.arange(states) == states - 1
+    automaton = of_matrix(classes, table, accepting, 0)
+    after_classes, after = matrix(automaton)
+    np.testing.assert_array_equal(after[:, after_classes], table[:, classes])
+    rows = jnp.asarray(rng.integers(-1, states, 16), jnp.int32)
+    state, here = np.asarray(rows), np.maximum(rows, 0)
+    following = np.where(state[:, None] >= 0, table[here][:, classes], -1)
+    np.testing.assert_array_equal(allowed(automaton, rows, None), following >= 0)
+    tokens = jnp.asarray(rng.integers(0, size, 16), jnp.int32)
+    np.testing.assert_array_equal(push(automaton, rows, tokens, None), following[np.arange(16), tokens])
+    shortest = np.asarray(automaton.shortest)
+    for most in (1, 2, 3):
+        may = np.asarray(automaton.allowed(rows, None, jnp.full(16, most, jnp.int32)))
+        in_time = (shortest[following] < most) | (shortest[here] > most)[:, None]
+        np.testing.assert_array_equal(may, (following >= 0) & in_time)
+
+
+def test_all_platforms_read_the_same_bits(tok):
+    parts = [automaton_of(pattern, tok) for pattern in PATTERNS]
+    table = TokenAutomaton.stack(parts, capacity=Capacity(2048, 8192, 2048, 8))
+    words = as_words(*table._row(table.begin(len(parts)), None)[:3], table.words)
+    classes = table.classes[table.part[table.start]].astype(jnp.int32)
+    assert words.shape == (len(parts), 64)
+    np.testing.assert_array_equal(look_up(words, classes), select(words, classes))
+
+
 def test_padding_is_invisible(tok):
     automaton = automaton_of(PATTERNS[0], tok)
-    states, kinds = (int(jnp.max(table)) + 1 for table in (automaton.transitions, automaton.classes))
-    assert automaton.transitions.shape == (256, 64) != (states, kinds)
-    tight = automaton.replace(
-        transitions=automaton.transitions[:states, :kinds], accepting=automaton.accepting[:states]
-    )
-    eos = marks(len(tok), 2)
-    every = jnp.arange(states, dtype=jnp.int32)
-    np.testing.assert_array_equal(automaton.allowed(every, eos), tight.allowed(every, eos))
-    np.testing.assert_array_equal(automaton.exhausted(every), tight.exhausted(every))
-    assert TokenAutomaton.stack([automaton]).transitions.shape == automaton.transitions.shape
+    assert automaton.capacity[:2] == (256, 512) != automaton.needs[:2]
+    larger = TokenAutomaton.stack([automaton], capacity=Capacity(1000, 3000, 1000, 3))
+    eos, every = marks(len(tok), 2), jnp.arange(automaton.states, dtype=jnp.int32)
+    np.testing.assert_array_equal(automaton.allowed(every, eos), larger.allowed(every, eos))
+    np.testing.assert_array_equal(automaton.exhausted(every), larger.exhausted(every))
+    assert TokenAutomaton.stack([automaton]).capacity == automaton.capacity
 
 
 def test_a_new_grammar_of_the_same_size_compiles_nothing(tok):
@@ -422,8 +461,8 @@ def test_wrong_types(tok):
 def test_real_qwen(data):
     tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
     automaton = TokenAutomaton.from_json_schema(SCHEMA, tok, vocab_size=151936)
-    assert automaton.classes.shape == (151936,)
-    assert automaton.transitions.size < 2**17
+    assert automaton.vocab_size == 151936
+    assert automaton.needs.transitions < 2**11
     for row in walk(automaton, 151936, tok.eos_token_id, seed=4, rows=2, steps=40):
         value = json.loads(tok.decode(row))
         assert len(value["name"]) <= 12
@@ -471,7 +510,7 @@ class TestPrefixes:
     def test_ids_that_the_model_lacks_are_left_out(self):
         tokenizer = byte_level()
         automaton = TokenAutomaton.from_prefixes(["hell"], tokenizer, vocab_size=256)
-        assert automaton.classes.shape == (256,)
+        assert automaton.vocab_size == 256
         assert np.flatnonzero(allowed(automaton, automaton.start, None)[0]).tolist() == tokenizer.encode("h")
 
     @pytest.mark.parametrize("prefixes", ["hello", b"hello", [3], None, {"hello"}, [["hello"]]])

@@ -22,6 +22,7 @@ from jaxgen import (
 )
 from jaxgen.request.healing import heal
 from jaxgen.request.prepare import CallInputs
+from tests.support.automata import matrix
 from tests.support.compilations import compilations
 from tests.support.models import all_generated, generated, model_config, random_params, slow
 from tests.support.tokenizers import byte_level, llama
@@ -86,7 +87,7 @@ def is_within_a_character(text):
 def walk(automaton, start, rng, tokens):
     """Return random tokens that the automaton allows."""
     state, chosen = int(start), []
-    table, classes = np.asarray(automaton.transitions), np.asarray(automaton.classes)
+    classes, table = matrix(automaton)
     for _ in range(tokens):
         after = table[state][classes]
         token = int(rng.choice(np.flatnonzero(after >= 0)))

@@ -19,6 +19,7 @@ from jaxgen.serving.formats.llama import Llama
 from jaxgen.serving.formats.mistral import MistralIdentified, MistralList, MistralNamed
 from jaxgen.serving.formats.reading import Call
 from jaxgen.text.spelled import Spelled
+from tests.support.automata import matrix
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level, byte_level_backend
 
@@ -369,7 +370,7 @@ def automaton(form, functions=FUNCTIONS, most=None, tok=None):
 
 def ends_of(made, ids) -> bool | None:
     """Return True if the ids' text is complete, False if more must follow, and None if it is not allowed."""
-    classes, table, state = np.asarray(made.classes), np.asarray(made.transitions), int(made.start)
+    (classes, table), state = matrix(made), int(made.start)
     for token in ids:
         state = table[state, classes[token]]
         if state < 0:
@@ -379,7 +380,7 @@ def ends_of(made, ids) -> bool | None:
 
 def walk(made, rng, longest=300):
     """Return the ids of a random text that the automaton accepts."""
-    classes, table = np.asarray(made.classes), np.asarray(made.transitions)
+    classes, table = matrix(made)
     shortest, accepting = np.asarray(made.shortest), np.asarray(made.accepting)
     state, ids = int(made.start), []
     while not (accepting[state] and rng.random() < 0.5):

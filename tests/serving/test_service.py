@@ -9,6 +9,7 @@ import time
 import httpx
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from jaxgen import score
@@ -56,6 +57,10 @@ def complete(http, **fields) -> dict:
     response = http.post("/v1/completions", json=fields)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+class Note(pydantic.BaseModel):
+    text: str
 
 
 def refused(http, path="/v1/completions", status=400, **fields) -> dict:
@@ -131,6 +136,16 @@ class TestChat:
             value = json.loads(text)
             assert value["kind"] in ("fox", "owl")
             assert 0 <= value["legs"] <= 9
+
+    def test_a_complete_text_at_the_end_of_the_budget_can_be_parsed(self, client):
+        """The client refuses to parse an answer with the finish reason `length`."""
+        for seed in range(4):
+            done = client.chat.completions.parse(
+                model="tiny", messages=MESSAGES, response_format=Note, seed=seed, max_tokens=16, temperature=2.0
+            )
+            assert done.choices[0].finish_reason == "stop"
+            assert isinstance(done.choices[0].message.parsed, Note)
+        assert done.usage.completion_tokens == 16
 
     @pytest.mark.slow
     @pytest.mark.parametrize("stream", [False, True])
@@ -356,6 +371,16 @@ def test_bodies_that_are_not_requests(http, body):
     response = http.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+def test_a_grammar_of_many_classes_is_answered_and_one_that_never_fits_is_refused(http):
+    words = "|".join(chr(97 + i) + chr(97 + j) for i in range(26) for j in range(26))
+    answer = http.post("/v1/completions", json={"prompt": "A", "guided_regex": words, "max_tokens": 4}).json()
+    assert answer["choices"][0]["text"] in words.split("|")
+    error = refused(http, prompt="A", guided_regex="a{1,3000}", max_tokens=4)
+    assert "needs 3,001 states (grammar_states: twice as many), but the engine allows at most 2,048" in error["message"]
+    answer = http.post("/v1/completions", json={"prompt": "A", "guided_regex": "yes|no", "max_tokens": 4}).json()
+    assert answer["choices"][0]["text"] in ("yes", "no")
 
 
 def test_fields_without_effect_are_accepted(client):

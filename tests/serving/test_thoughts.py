@@ -1,10 +1,10 @@
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen.grammar.expression import EMPTY, sequence
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.thoughts import PAIRS, ThoughtParser, before, is_open, tags_of
+from tests.support.automata import matrix
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level
 
@@ -108,7 +108,7 @@ def accepts(prompt, opened, text):
     """Return True if a text is complete for the grammar "yes" after the thought, and None if it is not allowed."""
     tok = byte_level()
     made = TokenAutomaton.from_expression(sequence(before(THINK, prompt, opened) or EMPTY, "yes"), tok)
-    classes, table, state = np.asarray(made.classes), np.asarray(made.transitions), int(made.start)
+    (classes, table), state = matrix(made), int(made.start)
     for token in tok.encode(text, add_special_tokens=False):
         state = table[state, classes[token]]
         if state < 0:

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.hermes import CLOSING, Hermes
 from jaxgen.serving.tools import Tools
+from tests.support.automata import matrix
 from tests.support.tokenizers import byte_level, llama
 
 WEATHER = {
@@ -144,7 +144,7 @@ def test_parameters_that_json_cannot_have_are_refused():
 
 def ends_of(automaton, ids) -> bool | None:
     """Return True if the ids' text is complete, False if more must follow, and None if it is not allowed."""
-    classes, table, state = np.asarray(automaton.classes), np.asarray(automaton.transitions), int(automaton.start)
+    (classes, table), state = matrix(automaton), int(automaton.start)
     for token in ids:
         state = table[state, classes[token]]
         if state < 0:
@@ -199,7 +199,7 @@ def test_random_answers_are_calls(parallel):
     tok, rng = byte_level(), np.random.default_rng(1)
     tools = Tools.of(TOOLS, "required", parallel)
     automaton = automaton_of(tools, tok, len(tok))
-    classes, table = np.asarray(automaton.classes), np.asarray(automaton.transitions)
+    classes, table = matrix(automaton)
     shortest, accepting = np.asarray(automaton.shortest), np.asarray(automaton.accepting)
     for _ in range(30):
         state, ids = int(automaton.start), []

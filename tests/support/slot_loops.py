@@ -1,24 +1,27 @@
-"""Copies of caches in programs that decode in slots, found in the text of the compiled programs."""
+"""Copies of caches and tables in programs that decode in slots, found in the text of the compiled programs."""
 
 import math
 import re
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, lower_for, shapes
-from jaxgen import GenerationConfig
+from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.engine.device import Loop, trace
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Schedule
-from jaxgen.engine.tables import grammar_table
+from jaxgen.engine.tables import GrammarTable
+from jaxgen.grammar.token_automaton import Capacity
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own
+GRAMMARS = Capacity(states=1501, transitions=7001, classes=512, automata=3)
 MODEL = {
     **{"vocab_size": 4000, "hidden_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2},
     "max_position_embeddings": 2048,
@@ -44,28 +47,32 @@ def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
-    """Return the instructions that copy caches in the loops of an engine's program."""
+    """Return the instructions that copy caches or the table of grammars in the loops of an engine's program."""
     cfg = config(dtype)
     model = model_of(cfg)
     form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
     loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
-    tables = {"allowed": grammar_table(model.vocab_size, (64, 16))}
+    tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
-    return copies(lower_for(device, traced).compile().as_text(), cfg, prefixes.places * prefixes.chunk)
+    table = tables["allowed"].joint
+    grammars = {name: getattr(table, name).size for name in ("classes", "low", "part")}
+    program = lower_for(device, traced).compile().as_text()
+    return copies(program, cfg, {"store": prefixes.places * prefixes.chunk * _head(model), **grammars})
 
 
-def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
+def _head(model: ModelConfig) -> int:
+    return model.num_key_value_heads * model.head_dim
+
+
+def copies(program: str, cfg: GenerationConfig, more: Mapping[str, int] | None = None) -> dict[str, list[str]]:
     """Return the instructions inside loops that copy exactly one layer's cache, of the slots and of the pool.
 
-    If the prefix store has space for `stored` tokens, include copies as large as one layer of it. Moves to and from
-    on-chip memory do not count.
+    `more` contains the sizes of other arrays that must not be copied. Moves to and from on-chip memory do not count.
     """
     model = model_of(cfg)
-    head = model.num_key_value_heads * model.head_dim
-    sizes = {"slots": SLOTS * (WIDTH + NEW) * head, "pool": PLACES * WIDTH * head}
-    if stored:
-        sizes["store"] = stored * head
+    head = _head(model)
+    sizes = {"slots": SLOTS * (WIDTH + NEW) * head, "pool": PLACES * WIDTH * head, **(more or {})}
     assert len(set(sizes.values())) == len(sizes)
     found = {name: [] for name in sizes}
     assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "the program has no cache of the slots"
