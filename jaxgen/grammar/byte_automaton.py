@@ -93,7 +93,7 @@ def difference(
         elif result is None:
             result = other
         else:
-            result = _useful(_product(result, other, wanted, name, work))
+            result = _useful(_product(result, other, wanted, name, work)[0])
             if result is None:
                 return NOTHING
     assert result is not None, "there must be a first item"
@@ -115,8 +115,54 @@ def _useful(automaton: ByteAutomaton) -> ByteAutomaton | None:
     return _minimized(ByteAutomaton(*restricted(*automaton, useful))) if useful[automaton.start] else None
 
 
-def _product(one: ByteAutomaton, other: ByteAutomaton, wanted: bool, name: str, work: Work) -> ByteAutomaton:
-    """Return the automaton for the strings of `one` that `other` accepts, or rejects if `wanted` is False."""
+def counted(item: Expression, unit: Expression, low: int, high: int | None, name: str, work: Work) -> Expression:
+    """Return the expression for the strings of `item` that consist of `low` to `high` strings of `unit`.
+
+    No string of `unit` may begin with another one. If the automaton would be too large, `high` is reduced.
+    """
+    one, units = _compiled(item, name, work), _compiled(Repeat(unit), name, work)
+    if one is None or units is None:
+        return NOTHING
+    product, second = _product(one, units, True, name, work)
+    useful = useful_states(*product)
+    if not useful[product.start]:
+        return NOTHING
+    second = second[useful]
+    table, accepting, start = restricted(*product, useful)
+    size = len(table)
+    top = low if high is None else min(high, max(low, STATES // (2 * size) - 1))
+    if size * (top + 1) > STATES:
+        _refuse_size(name)
+    work.spend(size * (top + 1), name)
+    whole = np.append(second == units.start, False)
+    layers = [np.where(table < 0, -1, table + size * np.where(whole[table], min(layer + 1, top), layer))
+              for layer in range(top + 1)]  # fmt: skip
+    if high is not None:
+        layers[top] = np.where(whole[table], -1, layers[top])
+    accepts = np.tile(accepting, top + 1) & (np.arange(size * (top + 1)) >= size * low)
+    result = _useful(ByteAutomaton(np.concatenate(layers).astype(np.int32), accepts, int(start)))
+    return NOTHING if result is None else _frozen(result)
+
+
+def accepts(expression: Expression, text: bytes) -> bool:
+    """Return True if a compiled expression matches a text."""
+    assert isinstance(expression, Compiled)
+    state = 0
+    for byte in text:
+        targets = [target for first, last, target in expression.moves[state] if first <= byte <= last]
+        if not targets:
+            return False
+        [state] = targets
+    return state in expression.accepting
+
+
+def _product(
+    one: ByteAutomaton, other: ByteAutomaton, wanted: bool, name: str, work: Work
+) -> tuple[ByteAutomaton, np.ndarray]:
+    """Return the automaton for the strings of `one` that `other` accepts, or rejects if `wanted` is False.
+
+    The second result is the state of `other` in each state.
+    """
     dead = len(other.table)  # a state of `other` without transitions, from which nothing is accepted
     joint = np.vstack([one.table, np.where(other.table < 0, dead, other.table), np.full((1, BYTES), dead)])
     columns, like = distinct(np.ascontiguousarray(joint.T))
@@ -140,9 +186,10 @@ def _product(one: ByteAutomaton, other: ByteAutomaton, wanted: bool, name: str, 
         if count > STATES:
             _refuse_size(name)
     states = np.concatenate(found)
-    accepts = np.append(other.accepting, False)[states % (dead + 1)] == wanted
+    second_states = states % (dead + 1)
+    right = np.append(other.accepting, False)[second_states] == wanted
     table = number[np.concatenate(rows)]
-    return ByteAutomaton(table[:, like], one.accepting[states // (dead + 1)] & accepts, 0)
+    return ByteAutomaton(table[:, like], one.accepting[states // (dead + 1)] & right, 0), second_states
 
 
 def _frozen(automaton: ByteAutomaton) -> Expression:
