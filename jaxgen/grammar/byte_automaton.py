@@ -40,6 +40,10 @@ MOST_PAIRS = 2**24  # maximum number of pairs of states of two automata
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 
+class TooLargeError(InputError):
+    """An automaton, or what it is made from, is too large."""
+
+
 class ByteAutomaton(NamedTuple):
     """Deterministic automaton in which every state is reachable and leads to an accepting state.
 
@@ -265,7 +269,7 @@ def _largest(expression: Expression, name: str) -> str:
 
 
 def _refuse_size(name: str) -> NoReturn:
-    raise InputError(
+    raise TooLargeError(
         f"{name} is too large: an automaton may have {STATES} states; lower its limits, or split or simplify it"
     )
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
-from jaxgen.grammar.byte_automaton import Work
+from jaxgen.grammar.byte_automaton import TooLargeError, Work
 from jaxgen.grammar.disjoint import Overlaps
 from jaxgen.grammar.evaluation import Evaluation, dependents
 from jaxgen.grammar.expression import NOTHING, Characters, Expression, Part, Repeat, choice, common, complement, sequence
@@ -35,10 +35,12 @@ from jaxgen.grammar.utf8 import Ranges
 FREE_DEPTH = 2
 LEVELS = 3  # maximum number of levels of a recursive schema
 MOST_VALUES = 20_000
+MOST_STEPS = 100_000  # maximum number of schemas that are looked at for one value, over all values
+MOST_CHOICES = 64  # maximum number of choices, such as anyOf, for one value
 MOST_WORK = 4_000_000  # states and transitions visited while strings and numbers are compiled
 # If an expression is larger than this, longer strings and lists and deeper levels are left out.
 COMFORTABLE = 2**15
-SIZES = ((3000, FREE_DEPTH, LEVELS), (300, FREE_DEPTH, LEVELS), (100, 1, 2), (30, 1, 1), (10, 0, 1))
+SIZES = ((3000, FREE_DEPTH, LEVELS), (300, FREE_DEPTH, LEVELS), (100, 1, 2), (10, 0, 1))
 
 
 def read_schema(
@@ -68,9 +70,16 @@ def read_schema(
     if not isinstance(root, bool | dict):
         keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    for size in SIZES:
-        converter = _Converter(root, space, unsupported == "warn", *size)
-        expression = converter.value((root,), Place(name))
+    sizes = [*SIZES]
+    while sizes:
+        converter = _Converter(root, space, unsupported == "warn", *sizes.pop(0))
+        try:
+            expression = converter.value((root,), Place(name))
+        except TooLargeError:
+            if not sizes:
+                raise
+            del sizes[:-1]
+            continue
         if expression.size <= COMFORTABLE:
             break
     if left_out is not None:
@@ -104,7 +113,11 @@ class Place(NamedTuple):
         keywords.refuse(self.name, reason)
 
 
-Choice = list[tuple[Any, ...]]  # the alternatives; each one is a list of schemas that must all hold
+class Choice(NamedTuple):
+    """Alternatives, each of which is a tuple of schemas that must all hold, and the ids of the schemas around them."""
+
+    alternatives: list[tuple[Any, ...]]
+    path: frozenset[int] = frozenset()
 
 
 class Joint:
@@ -143,7 +156,7 @@ class _Converter:
         self.made: dict[Any, Any] = {}  # schemas that are not in the given one; stored so that their ids stay unique
         self.names: dict[int, str] = {}
         self.left_out: list[str] = []
-        self.values = 0
+        self.values = self.steps = 0
 
     def leave_out(self, name: str, reason: str) -> None:
         """Raise an error about a keyword or, if the caller agrees, note that it is left out."""
@@ -175,6 +188,12 @@ class _Converter:
             self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
         return self.clean[id(schema)][1]
 
+    def spend(self, steps: int) -> None:
+        """Count steps of the conversion."""
+        self.steps += steps
+        if self.steps > MOST_STEPS:
+            raise TooLargeError("the schema has too many combinations of alternatives: simplify it")
+
     def matches(self, pattern: str, text: str) -> bool:
         """Return True if a string contains a match of a pattern."""
         return self.strings.matches(pattern, text)
@@ -202,14 +221,17 @@ class _Converter:
         identities = tuple(part if isinstance(part, bool | str) else id(part) for part in schemas)
         return identities, frozenset(collections.Counter(refs).items())
 
-    def join(self, joint: Joint, schemas: Iterable[Any]) -> Joint | None:
-        """Add schemas to those that must hold; return None if nothing satisfies them."""
-        rest = [*schemas]
+    def join(self, joint: Joint, schemas: Iterable[Any], path: frozenset[int] = frozenset()) -> Joint | None:
+        """Add schemas to those that must hold; return None if nothing satisfies them.
+
+        `path` contains the ids of the schemas around them. A schema that leads back to itself holds for nothing.
+        """
+        rest = [(schema, path) for schema in schemas]
         while rest:
-            schema = rest.pop(0)
+            schema, path = rest.pop(0)
             self.values += 1
             if self.values > MOST_VALUES:
-                raise InputError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
+                raise TooLargeError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
             place = joint.place
             if schema is True:
                 continue
@@ -218,9 +240,12 @@ class _Converter:
             if not isinstance(schema, dict):
                 self.leave_out(place.name, f" must be an object, or true for any value, got {shown(schema)}")
                 continue
+            if id(schema) in path:
+                return None
             if id(schema) in joint.seen:
                 continue
             joint.seen.add(id(schema))
+            path = path | {id(schema)}
             self.names.setdefault(id(schema), place.name)
             schema = self.sound(schema)
             if "$ref" in schema:
@@ -230,17 +255,15 @@ class _Converter:
                 joint.place = Place(keywords.bare(schema["$ref"]), (*place.refs, id(target)), place.depth + 1)
                 if joint.place.depth > keywords.DEEPEST:
                     raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
-                rest.insert(0, target)
+                rest.insert(0, (target, path))
             if schema.get("nullable") and "$schema" not in self.references.root:
-                joint.choices.append([({"type": "null"},), (self.make("nullable", schema, lambda s=schema: _without(s, "nullable")),)])
-                self.made[id(joint.choices[-1])] = joint.choices[-1]
+                rest.insert(0, (self.make("nullable", schema, lambda given=schema: _nullable(given)), path))
                 continue
             joint.schemas.append(schema)
-            rest += schema.get("allOf", [])
-            joint.choices += self.choices(schema, place)
+            rest += [(part, path) for part in schema.get("allOf", [])]
+            joint.choices += [Choice(alternatives, path) for alternatives in self.choices(schema, place)]
             if "not" in schema:
-                opposite = self.opposite(schema["not"], place.name)
-                rest.append(opposite)
+                rest.append((self.opposite(schema["not"], place.name), path))
         return joint
 
     def make(self, kind: str, schema: Any, build: Any) -> Any:
@@ -260,9 +283,9 @@ class _Converter:
             return True
         return found
 
-    def choices(self, schema: dict[str, Any], place: Place) -> list[Choice]:
+    def choices(self, schema: dict[str, Any], place: Place) -> list[list[tuple[Any, ...]]]:
         """Return the choices that a schema has between other schemas."""
-        found: list[Choice] = []
+        found: list[list[tuple[Any, ...]]] = []
         if "anyOf" in schema:
             found.append([(part,) for part in schema["anyOf"]])
         if "oneOf" in schema:
@@ -277,9 +300,9 @@ class _Converter:
             found.append([(absent,), (present, *inner)])
         return found
 
-    def one_of(self, schemas: list[Any], place: Place) -> Choice:
+    def one_of(self, schemas: list[Any], place: Place) -> list[tuple[Any, ...]]:
         """Return alternatives that exclude each other."""
-        found: Choice = []
+        found: list[tuple[Any, ...]] = []
         for i, schema in enumerate(schemas):
             self.names.setdefault(id(schema), f"{place.name}.oneOf[{i}]")
         for i, schema in enumerate(schemas):
@@ -292,15 +315,17 @@ class _Converter:
         if any(keywords.literals(schema) is not None for schema in joint.schemas):
             return self.literals(joint)
         if joint.choices:
+            self.spend(len(joint.schemas))
             if not self.types(joint.schemas):
                 return NOTHING
+            if len(joint.choices) > MOST_CHOICES:
+                joint.place.refuse(f" has more than {MOST_CHOICES} choices at once, such as anyOf or if: simplify it")
             first, *others = joint.choices
             options = []
-            for i, alternative in enumerate(first):
+            for alternative in first.alternatives:
                 part = joint.copy()
                 part.choices = [*others]
-                part.place = joint.place.inside(i)._replace(depth=joint.place.depth + 1)
-                extended = self.join(part, alternative)
+                extended = self.join(part, alternative, first.path)
                 if extended is not None:
                     options.append(self.joint(extended))
             return choice(options)
@@ -319,7 +344,7 @@ class _Converter:
             if all(self.evaluation.holds(value, schema) for schema in joint.schemas)
             and all(
                 any(all(self.evaluation.holds(value, schema) for schema in schemas) for schemas in alternatives)
-                for alternatives in joint.choices
+                for alternatives, _ in joint.choices
             )
         )
 
@@ -409,6 +434,10 @@ def _common_types(one: list[str], other: list[str]) -> list[str]:
     """Return the types in both lists; an integer is also a number."""
     found = [name for name in one if name in other or (name == "integer" and "number" in other)]
     return found + ["integer"] * ("number" in one and "integer" in other)
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "null"}, _without(schema, "nullable")]}
 
 
 def _without(schema: dict[str, Any], keyword: str) -> dict[str, Any]:

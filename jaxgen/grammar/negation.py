@@ -9,6 +9,7 @@ from jaxgen.grammar import keywords
 from jaxgen.grammar.evaluation import dependents
 from jaxgen.grammar.references import References
 
+_NOT_NEGATED = {"additionalProperties", "patternProperties", "propertyNames", "uniqueItems", "multipleOf", "nullable"}
 _COUNTS = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
@@ -20,7 +21,7 @@ def negated(schema: Any, references: References) -> Any:
     if isinstance(schema, bool):
         return not schema
     parts = [references.adopt(part, schema) for part in _violations(schema, references)]
-    return {"anyOf": parts} if parts else False if not keywords.SUPPORTED & schema.keys() else None
+    return {"anyOf": parts} if parts else None if _NOT_NEGATED & schema.keys() else False
 
 
 def _violations(schema: dict[str, Any], references: References) -> Iterator[dict[str, Any]]:

@@ -70,6 +70,7 @@ def _readable(converter: _Converter, schema: dict[str, Any], place: Place) -> di
 
 def _member(converter: _Converter, schemas: list[dict[str, Any]], name: str) -> tuple[Any, ...]:
     """Return the schemas for the value of the member with a name."""
+    converter.spend(len(schemas))
     return tuple(part for schema in schemas for part in converter.evaluation.of_member(name, schema) if part is not True)
 
 
@@ -105,9 +106,11 @@ def _further(
             if not chosen and given and not explicit:
                 continue
             values = tuple(part for schema in schemas for part in _of_patterns(schema, chosen) if part is not True)
+            value = converter.value(values, place.inside("additionalProperties"))
+            if value is NOTHING:
+                continue
             name = _name(converter, [*chosen], [one for one in patterns if one not in chosen], listed, allowed, place)
-            value = NOTHING if name is NOTHING else converter.value(values, place.inside("additionalProperties"))
-            if value is not NOTHING:
+            if name is not NOTHING:
                 members.append(converter.member(name, value))
     return choice(members) if members else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import Any
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import Work, accepts, counted, difference
@@ -71,6 +72,7 @@ class Strings:
     def __init__(self, work: Work):
         self.work = work
         self.patterns: dict[str, Expression] = {}
+        self.known: dict[Any, Expression] = {}
 
     def pattern(self, pattern: str, name: str = "the schema") -> Expression:
         """Return the expression for the contents of strings that contain a match."""
@@ -105,14 +107,16 @@ class Strings:
         wanted = [self.pattern(pattern, name) for pattern in dict.fromkeys(patterns)]
         wanted += [_format(known) for known in dict.fromkeys(formats) if known in FORMATS]
         without = [self.pattern(pattern, name) for pattern in dict.fromkeys(unlike)]
-        without += [Text(_escaped(text)) for text in excluded]
-        if not wanted and not without:
+        if not wanted and not without and not excluded:
             return Repeat(_character(), low, None if high is None else min(high, max(low, longest)))
-        wanted = wanted or [Repeat(_printable())]
-        found = wanted[0] if len(wanted) == 1 and not without else difference(wanted, without, name, self.work)
-        if found is NOTHING or (low, high) == (0, None):
-            return found
-        return counted(found, in_string(complement(())), low, high, name, self.work)
+        key = frozenset(map(id, wanted)), frozenset(map(id, without)), frozenset(excluded), limits
+        if key not in self.known:
+            without += [choice(Text(_escaped(text)) for text in dict.fromkeys(excluded))] if excluded else []
+            found = difference(wanted or [Repeat(_printable())], without, name, self.work)
+            if found is not NOTHING and limits != (0, None):
+                found = counted(found, in_string(complement(())), low, high, name, self.work)
+            self.known[key] = found
+        return self.known[key]
 
 
 def _escaped(text: str) -> bytes:
