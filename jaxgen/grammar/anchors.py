@@ -114,7 +114,7 @@ class Anchored:
                 inner = self.choice([item.item], False, True, i < first and anchored and start)
                 result = self.combined(result, [(item.negated, inner)])
             elif isinstance(item, Look):
-                if i < last or "$" not in signs and after:
+                if i < last or ("$" not in signs and after):
                     self.refuse("has a look-behind that is not at the end: write the condition without it")
                 final.append((item.negated, self.choice([item.item], True, False, True)))
             elif not isinstance(item, Anchor):

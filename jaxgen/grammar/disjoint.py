@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
+from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.evaluation import Evaluation
 
-MOST = 200_000  # maximum number of comparisons between two schemas
+MOST = 60_000  # maximum number of comparisons between two schemas
 
 
 class Overlaps:
@@ -27,7 +27,7 @@ class Overlaps:
         if pair not in self.known:
             self.compared += 1
             if self.compared > MOST:
-                raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
+                raise TooLargeError("the schema's oneOf has too many alternatives to compare: use anyOf")
             self.known[pair] = False  # the answer if recursion leads back to this pair, or too deep
             if self.depth < keywords.DEEPEST:
                 self.depth += 1

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
+from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.references import References
 
-MOST = 200_000  # maximum number of evaluations for one schema
+MOST = 60_000  # maximum number of evaluations for one schema
 
 
 def key(value: Any) -> str:
@@ -19,6 +19,8 @@ def key(value: Any) -> str:
     JSON Schema considers 1 and 1.0 equal, but not 1 and true. Integers are read as floats, as in many programs, so
     different large integers may become equal.
     """
+    if isinstance(value, str):
+        return json.dumps(value)
     return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
 
 
@@ -37,7 +39,7 @@ class Evaluation:
         """Return True if a value is valid against a schema, False if it is not, and None if that is not known."""
         self.count += 1
         if self.count > MOST:
-            raise InputError("the schema has too many literals and alternatives to compare: simplify it")
+            raise TooLargeError("the schema has too many literals and alternatives to compare: simplify it")
         if isinstance(schema, bool):
             return schema
         if depth > keywords.DEEPEST:
@@ -69,6 +71,7 @@ class Evaluation:
             low, high = keywords.limits([schema])
             yield low is None or number > low[0] or (number == low[0] and not low[1])
             yield high is None or number < high[0] or (number == high[0] and not high[1])
+            yield keywords.BROKEN not in schema or "integer" not in kinds
             yield "multipleOf" not in schema or is_multiple(value, schema["multipleOf"])
 
     def literals(self, schema: dict[str, Any]) -> frozenset[str]:

@@ -22,8 +22,18 @@ from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
 from jaxgen.grammar.disjoint import Overlaps
 from jaxgen.grammar.evaluation import Evaluation, dependents
-from jaxgen.grammar.expression import NOTHING, Characters, Expression, Part, Repeat, choice, common, complement, sequence
-from jaxgen.grammar.expression import union
+from jaxgen.grammar.expression import (
+    NOTHING,
+    Characters,
+    Expression,
+    Part,
+    Repeat,
+    choice,
+    common,
+    complement,
+    sequence,
+    union,
+)
 from jaxgen.grammar.negation import negated
 from jaxgen.grammar.numbers import NUMBER, numbers
 from jaxgen.grammar.objects import object_
@@ -70,15 +80,17 @@ def read_schema(
     if not isinstance(root, bool | dict):
         keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    sizes = [*SIZES]
+    sizes, exclusive = [*SIZES], True
     while sizes:
         converter = _Converter(root, space, unsupported == "warn", *sizes.pop(0))
         try:
+            converter.exclusive = exclusive
             expression = converter.value((root,), Place(name))
         except TooLargeError:
-            if not sizes:
+            if not sizes and not (exclusive and unsupported == "warn"):
                 raise
-            del sizes[:-1]
+            exclusive = exclusive and bool(sizes)
+            sizes = [SIZES[-1]]
             continue
         if expression.size <= COMFORTABLE:
             break
@@ -144,6 +156,7 @@ class _Converter:
 
     def __init__(self, root: Any, space: Expression, lenient: bool, longest: int, free_depth: int, levels: int):
         self.space, self.lenient = space, lenient
+        self.exclusive = True  # False if a oneOf is read as anyOf
         self.longest, self.free_depth, self.levels = longest, free_depth, levels
         self.comma = sequence(space, ",", space)
         self.work = Work(MOST_WORK)
@@ -185,6 +198,13 @@ class _Converter:
                     self.leave_out(name, str(error))
                     wrong.add("$ref")
             kept = {keyword: part for keyword, part in schema.items() if keyword not in wrong} if wrong else schema
+            for keyword, key, part in [*keywords.parts(kept)]:
+                if not keywords.is_schema(part):
+                    where = keywords.inside(name, keyword, key)
+                    self.leave_out(where, f" must be an object, or true for any value, got {shown(part)}")
+                    whole = kept[keyword]
+                    whole = {**whole, key: True} if isinstance(whole, dict) else [*whole[:key], True, *whole[key + 1 :]]
+                    kept = kept | {keyword: whole}
             self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
         return self.clean[id(schema)][1]
 
@@ -237,9 +257,6 @@ class _Converter:
                 continue
             if schema is False:
                 return None
-            if not isinstance(schema, dict):
-                self.leave_out(place.name, f" must be an object, or true for any value, got {shown(schema)}")
-                continue
             if id(schema) in path:
                 return None
             if id(schema) in joint.seen:
@@ -307,6 +324,9 @@ class _Converter:
             self.names.setdefault(id(schema), f"{place.name}.oneOf[{i}]")
         for i, schema in enumerate(schemas):
             others = [other for j, other in enumerate(schemas) if j != i and not self.overlaps.excludes(schema, other)]
+            if others and not self.exclusive:
+                self.leave_out(place.name, " has oneOf, which is read as anyOf")
+                others = []
             found.append((schema, *(self.make("else", other, lambda other=other: {"not": other}) for other in others)))
         return found
 
@@ -338,6 +358,8 @@ class _Converter:
     def literals(self, joint: Joint) -> Expression:
         """Return the expression for the values of `const` and `enum` that satisfy all schemas."""
         lists = [values for schema in joint.schemas if (values := keywords.literals(schema)) is not None]
+        if len(joint.schemas) == 1 and not joint.choices and not keywords.SUPPORTED & joint.schemas[0].keys() - {"enum"}:
+            return choice(map(literal, lists[0]))
         return choice(
             literal(value)
             for value in min(lists, key=len)
@@ -385,8 +407,19 @@ class _Converter:
                     if pattern is not None and self.is_pattern(pattern, place.name):
                         kind.append(pattern)
         formats = [schema["format"] for schema in schemas if "format" in schema]
-        limits = keywords.bounds(schemas, "Length")
-        content = self.strings.content(place.name, patterns, unlike, formats, [*excluded], limits, self.longest)
+        return self.text(place, patterns, unlike, [*excluded], formats, keywords.bounds(schemas, "Length"))
+
+    def text(
+        self,
+        place: Place,
+        patterns: list[str],
+        unlike: list[str],
+        excluded: list[str],
+        formats: Sequence[str] = (),
+        limits: tuple[int, int | None] = (0, None),
+    ) -> Expression:
+        """Return the expression for strings that satisfy all conditions; `excluded` are values that they must not be."""
+        content = self.strings.content(place.name, patterns, unlike, formats, excluded, limits, self.longest)
         return NOTHING if content is NOTHING else named(place.name, content)
 
     def is_pattern(self, pattern: str, name: str) -> bool:

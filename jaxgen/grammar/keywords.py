@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,9 +29,10 @@ OF_TYPE = {
     "number": (*BOUNDS, "multipleOf"),
 }  # fmt: skip
 COMMON = ("type", "enum", "const", "$ref", *IN_PLACE, "not", "if", "then", "else", "nullable")
-# Keywords for internal use, in schemas that `negation.py` makes: excluded values, and patterns that must not match.
-EXCLUDED, UNLIKE = " excluded", " unlike"
-SUPPORTED = frozenset([*COMMON, *(name for names in OF_TYPE.values() for name in names), EXCLUDED, UNLIKE])
+# Keywords for internal use, in schemas that `negation.py` makes: excluded values, patterns that must not match, and
+# numbers that are not integers.
+EXCLUDED, UNLIKE, BROKEN = " excluded", " unlike", " broken"
+SUPPORTED = frozenset([*COMMON, *(name for names in OF_TYPE.values() for name in names), EXCLUDED, UNLIKE, BROKEN])
 REJECTED = frozenset(
     "$dynamicRef $recursiveRef unevaluatedItems unevaluatedProperties minContains maxContains extends disallow "
     "divisibleBy formatMinimum formatMaximum formatExclusiveMinimum formatExclusiveMaximum".split()
@@ -41,6 +43,7 @@ ANNOTATIONS = frozenset(
     "contentSchema xml externalDocs".split()
 )
 _VENDOR = re.compile(r"[^A-Za-z$]|[xX]-|\$\$")  # beginnings of names that are annotations of some program
+_ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
 _KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 
 
@@ -91,10 +94,18 @@ def is_schema(value: Any) -> bool:
     return isinstance(value, bool | dict)
 
 
+def parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
+    """Yield the parts of a schema's maps and lists of schemas, each with the keyword and the key or index."""
+    for name in ("properties", "patternProperties", "dependentSchemas"):
+        yield from ((name, key, part) for key, part in schema.get(name, {}).items())
+    for name in (*IN_PLACE, "prefixItems", *(["items"] if isinstance(schema.get("items"), list) else [])):
+        yield from ((name, index, part) for index, part in enumerate(schema.get(name, [])))
+
+
 def faults(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keywords that are unknown, unsupported or have an invalid value, each with the reason."""
     for name, value in schema.items():
-        if name in SUPPORTED:
+        if name in _CHECKS or name in SUPPORTED:
             reason = _fault(name, value, schema)
             if reason is not None:
                 yield name, f": {bare(name)} must be {reason}, got {shown(value)}"
@@ -106,6 +117,7 @@ def faults(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
 
 
+@functools.lru_cache(10_000)
 def _misspelled(name: str) -> str | None:
     """Return the keyword that a name was probably meant to be."""
     known = {keyword.lower(): keyword for keyword in [*sorted(SUPPORTED), *sorted(REJECTED)]}
@@ -125,10 +137,6 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, dict)  # a part that is not a schema is reported where it is read
-
-
 def _is_type(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
     return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
@@ -138,6 +146,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
+    "$id": (lambda value: isinstance(value, str) and "#/" not in value, "a URI without a path after #"),
+    "$anchor": (lambda value: isinstance(value, str) and bool(_ANCHOR.fullmatch(value)), "a name"),
     "pattern": (lambda value: isinstance(value, str), "a string"),
     "format": (lambda value: isinstance(value, str), "a string"),
     "items": (lambda value: is_schema(value) or isinstance(value, list), "an object, or true for any value"),
@@ -156,7 +166,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         (*IN_PLACE, "prefixItems"), (lambda value: isinstance(value, list) and bool(value), "a non-empty list")
     ),
-    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), (_are_schemas, "an object")),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), (lambda value: isinstance(value, dict), "an object")),
     **dict.fromkeys(
         ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties", "additionalItems"),
         (is_schema, "a schema or a boolean"),

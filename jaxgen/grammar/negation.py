@@ -35,6 +35,8 @@ def _violations(schema: dict[str, Any], references: References) -> Iterator[dict
         numbers = ["integer", "number"] if "number" in names or "integer" in names else []
         if others := [name for name in keywords.TYPES if name not in [*names, *numbers]]:
             yield {"type": others}
+        if "integer" in names and "number" not in names:
+            yield {"type": "number", keywords.BROKEN: True}
     if (values := keywords.literals(schema)) is not None:
         yield {keywords.EXCLUDED: values}
     if keywords.EXCLUDED in schema:

@@ -15,7 +15,7 @@ from typing import Any
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import Work, difference
 from jaxgen.grammar.evaluation import is_multiple
-from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Repeat, Text, choice, sequence
+from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Text, choice, sequence
 from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.regex import read_regex
 
@@ -34,6 +34,9 @@ def numbers(schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], n
     whole = [int(divisor) for divisor in divisors if divisor == int(divisor)]
     broken = [divisor for divisor in divisors if divisor != int(divisor)]
     unlike = [value for value in excluded if "number" in keywords.types_of(value)]
+    fractional = any(keywords.BROKEN in schema for schema in schemas)
+    if fractional and (integer or whole):
+        return NOTHING
     if integer or whole:
         conditions = [_integers(low, high), *(_multiples(divisor) for divisor in whole if divisor > 1)]
         if broken and (NOTHING in conditions or not all(map(_divides_integers, broken))):
@@ -41,10 +44,12 @@ def numbers(schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], n
     elif broken:
         parts = [_decimals(low, high, broken, False)]
         conditions = [choice([*parts, _integers(low, high)]) if all(map(_divides_integers, broken)) else parts[0]]
-    elif low is None and high is None and not unlike:
+    elif low is None and high is None and not unlike and not fractional:
         return read_regex(NUMBER)
     else:
-        conditions = _bounded(low, high, bool(unlike))
+        conditions = _bounded(low, high, bool(unlike or fractional))
+    if fractional:
+        conditions.append(read_regex(rf"{INTEGER}\.[0-9]*[1-9][0-9]*"))
     if NOTHING in conditions:
         return NOTHING
     if len(conditions) == 1 and not unlike:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
+from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.expression import NOTHING, Expression, Members, choice
 from jaxgen.grammar.strings import any_string, literal
 
@@ -130,14 +130,18 @@ def _name(
     place: Place,
 ) -> Expression:
     """Return the expression for the names that match all of `patterns` and none of `unlike`, and are not listed."""
+    listed = [name for name in listed if all(converter.matches(pattern, name) for pattern in patterns)]
     if not (patterns or unlike or listed or allowed):
         return any_string()
-    own: dict[str, Any] = {"type": "string", keywords.UNLIKE: unlike, keywords.EXCLUDED: listed}
-    conditions = [own, *({"pattern": pattern} for pattern in patterns)]
-    converter.made[id(own)] = conditions
+    where = place.inside("propertyNames")
     try:
-        return converter.value((*conditions, *allowed), place.inside("propertyNames"))
-    except InputError as error:
+        if not allowed:
+            return converter.text(where, patterns, unlike, listed)
+        own: dict[str, Any] = {"type": "string", keywords.UNLIKE: unlike, keywords.EXCLUDED: listed}
+        conditions = [own, *({"pattern": pattern} for pattern in patterns)]
+        converter.made[id(own)] = conditions  # so that their ids stay unique
+        return converter.value((*conditions, *allowed), where)
+    except TooLargeError as error:
         if not converter.lenient:
             raise
         converter.leave_out(place.name, f" has names of further members: {error}")

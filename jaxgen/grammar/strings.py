@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.errors import InputError
@@ -92,7 +93,7 @@ class Strings:
         name: str,
         patterns: list[str],
         unlike: list[str],
-        formats: list[str],
+        formats: Sequence[str],
         excluded: list[str],
         limits: tuple[int, int | None],
         longest: int,
