@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence as Items
 from typing import NoReturn
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import Work, difference
+from jaxgen.grammar.byte_automaton import Work
 from jaxgen.grammar.expression import (
     EMPTY,
     Alternatives,
@@ -24,6 +24,7 @@ from jaxgen.grammar.expression import (
     complement,
     sequence,
 )
+from jaxgen.grammar.products import difference
 from jaxgen.grammar.utf8 import Ranges
 
 MOST = 200  # maximum number of alternatives to which the groups of a pattern may be expanded
@@ -41,10 +42,12 @@ class Anchored:
         self.expanded = 0
 
     def refuse(self, reason: str) -> NoReturn:
+        """Raise an error about the pattern."""
         raise InputError(f"{self.name} {reason}")
 
     @functools.cached_property
     def anything(self) -> Expression:
+        """Return the expression for any string."""
         return Repeat(self.characters(complement(())))
 
     def resolve(self, tree: Expression, search: bool) -> Expression:
@@ -86,6 +89,7 @@ class Anchored:
         return self.flat(items, before, after, start)
 
     def refuse_repeat(self, item: Expression) -> NoReturn:
+        """Raise an error about the anchor or look-around in a repetition."""
         while not isinstance(item, Anchor | Look):
             item = next(part for part in item.parts() if self.is_special(part))
         if isinstance(item, Anchor):
@@ -93,6 +97,7 @@ class Anchored:
         self.refuse("has a look-around in a repetition, which is not supported")
 
     def refuse_inside(self, sign: str) -> NoReturn:
+        """Raise an error about an anchor where text must come before or after it."""
         self.refuse(
             f"has {sign} inside: leave it out, or put it at the start or end of an alternative (the characters ^ and $ "
             "are written \\^ and \\$)"
@@ -122,6 +127,7 @@ class Anchored:
         return self.combined(result if anchored else sequence(self.anything, result), final)
 
     def combined(self, result: Expression, conditions: list[tuple[bool, Expression]]) -> Expression:
+        """Return the strings of `result` that satisfy all conditions, or do not match if a condition is negated."""
         if not conditions:
             return result
         wanted = [result, *(inner for negated, inner in conditions if not negated)]

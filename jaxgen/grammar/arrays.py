@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 from jaxgen.grammar import keywords
 from jaxgen.grammar.evaluation import key
 from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repeat, sequence
+from jaxgen.grammar.joint import Joint, Place
 from jaxgen.grammar.strings import literal
 
 if TYPE_CHECKING:
-    from jaxgen.grammar.json_schema import Place, _Converter
+    from jaxgen.grammar.json_schema import Converter
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items
 
 
-def array(converter: _Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
+def array(converter: Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
     """Return the expression for the arrays that are valid against all schemas."""
     low, high = keywords.bounds(schemas, "Items")
     if excluded == [[]]:
@@ -39,7 +40,9 @@ def array(converter: _Converter, schemas: list[dict[str, Any]], place: Place, ex
             return converter.enclosed("[", _subsets(converter, values, low, high), "]")
         converter.leave_out(place.name, " has uniqueItems, which is supported for items with an enum and for one item")
     if contains and (first or len(contains) > 1):
-        converter.leave_out(place.name, " has contains beside other conditions for single items, which is not supported")
+        converter.leave_out(
+            place.name, " has contains beside other conditions for single items, which is not supported"
+        )
         contains = []
     if first:
         return _tuple(converter, items, others if given or low > first else None, low, high, place)
@@ -61,7 +64,7 @@ def _item(schemas: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _repeated(converter: _Converter, item: Expression, low: int, high: int | None) -> Expression:
+def _repeated(converter: Converter, item: Expression, low: int, high: int | None) -> Expression:
     if item is NOTHING:
         return EMPTY if low == 0 else NOTHING
     if high is not None:
@@ -70,7 +73,7 @@ def _repeated(converter: _Converter, item: Expression, low: int, high: int | Non
 
 
 def _tuple(
-    converter: _Converter,
+    converter: Converter,
     items: list[Expression],
     others: tuple[Any, ...] | None,
     low: int,
@@ -98,7 +101,7 @@ def _tuple(
 
 
 def _containing(
-    converter: _Converter, item: Expression, wanted: tuple[Any, ...], low: int, high: int | None, place: Place
+    converter: Converter, item: Expression, wanted: tuple[Any, ...], low: int, high: int | None, place: Place
 ) -> Expression:
     """Return the expression for arrays in which at least one item is valid against `wanted`."""
     match_ = converter.value(wanted, place.inside("contains"))
@@ -108,14 +111,14 @@ def _containing(
         before, after = sequence(item, converter.comma), sequence(converter.comma, item)
         return converter.enclosed("[", sequence(Repeat(before), match_, Repeat(after)), "]")
     more = None if high is None else high - 1  # the match comes first
-    rest = Repeat(sequence(converter.comma, item), max(low - 1, 0), None if more is None else min(more, converter.longest))
+    rest = Repeat(
+        sequence(converter.comma, item), max(low - 1, 0), None if more is None else min(more, converter.longest)
+    )
     return converter.enclosed("[", sequence(match_, rest), "]")
 
 
-def _values(converter: _Converter, schemas: tuple[Any, ...], place: Place) -> list[Any] | None:
+def _values(converter: Converter, schemas: tuple[Any, ...], place: Place) -> list[Any] | None:
     """Return the distinct values that items may have, or None if they are not given by a const, an enum or a type."""
-    from jaxgen.grammar.json_schema import Joint
-
     joint = converter.join(Joint(place.inside("items")), schemas)
     if joint is None:
         return []
@@ -131,7 +134,7 @@ def _values(converter: _Converter, schemas: tuple[Any, ...], place: Place) -> li
     return [value for value in values if all(converter.evaluation.holds(value, schema) for schema in schemas)]
 
 
-def _subsets(converter: _Converter, values: list[Any], low: int, high: int | None) -> Expression:
+def _subsets(converter: Converter, values: list[Any], low: int, high: int | None) -> Expression:
     """Return the expression for lists of some of the values, in the schema's order."""
     if low > len(values):
         return NOTHING

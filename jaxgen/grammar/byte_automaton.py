@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.expression import (
-    NOTHING,
     Alternatives,
     Characters,
     Compiled,
@@ -36,7 +35,6 @@ NFA_STATES = 2**16  # maximum number of states in the nondeterministic automaton
 WORK = 2_000_000  # maximum number of states and transitions visited while building
 HIGHEST = 400  # maximum depth of nested expressions
 MANY = 16  # for a repetition with `high >= MANY`, error messages name the enclosing part, not a part of the repetition
-MOST_PAIRS = 2**24  # maximum number of pairs of states of two automata
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
 
 
@@ -62,9 +60,10 @@ class Work:
         self.left = most
 
     def spend(self, number: int, name: str) -> None:
+        """Count visited states and transitions of the part named `name`."""
         self.left -= number
         if self.left < 0:
-            _refuse_size(name)
+            refuse_size(name)
 
 
 def compile_expression(expression: Expression, name: str = "the pattern") -> ByteAutomaton:
@@ -73,143 +72,25 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
     Raises:
         InputError: the expression matches nothing, or its automaton is too large.
     """
-    automaton = _compiled(expression, name, Work())
+    automaton = automaton_of(expression, name, Work())
     if automaton is None:
         raise InputError(f"{name} matches no text, so nothing could be generated")
     return automaton
 
 
-def difference(
-    items: Iterable[Expression], without: Iterable[Expression], name: str, work: Work | None = None
-) -> Expression:
-    """Return the expression for the strings that match all of `items` and none of `without`.
-
-    Raises:
-        InputError: an automaton is too large; the message refers to the expressions by `name`.
-    """
-    work = work or Work()
-    result = None
-    for expression, wanted in [*((item, True) for item in items), *((item, False) for item in without)]:
-        other = _compiled(expression, name, work)
-        if other is None:
-            if wanted:
-                return NOTHING
-        elif result is None:
-            result = other
-        else:
-            result = _useful(_product(result, other, wanted, name, work)[0])
-            if result is None:
-                return NOTHING
-    assert result is not None, "there must be a first item"
-    return _frozen(result)
-
-
-def _compiled(expression: Expression, name: str, work: Work) -> ByteAutomaton | None:
+def automaton_of(expression: Expression, name: str, work: Work) -> ByteAutomaton | None:
     """Return the minimal automaton, or None if the expression matches nothing."""
     if expression.height > HIGHEST:
         raise InputError(f"{name} is nested too deeply: simplify it")
     if expression.size > NFA_STATES:
-        _refuse_size(_largest(expression, name))
-    return _useful(ByteAutomaton(*_determinized(expression, name, work)))
+        refuse_size(_largest(expression, name))
+    return useful_part(ByteAutomaton(*_determinized(expression, name, work)))
 
 
-def _useful(automaton: ByteAutomaton) -> ByteAutomaton | None:
+def useful_part(automaton: ByteAutomaton) -> ByteAutomaton | None:
     """Remove useless states and merge equivalent states; return None if the automaton accepts nothing."""
     useful = useful_states(*automaton)
     return _minimized(ByteAutomaton(*restricted(*automaton, useful))) if useful[automaton.start] else None
-
-
-def counted(item: Expression, unit: Expression, low: int, high: int | None, name: str, work: Work) -> Expression:
-    """Return the expression for the strings of `item` that consist of `low` to `high` strings of `unit`.
-
-    No string of `unit` may begin with another one. If the automaton would be too large, `high` is reduced.
-    """
-    one, units = _compiled(item, name, work), _compiled(Repeat(unit), name, work)
-    if one is None or units is None:
-        return NOTHING
-    product, second = _product(one, units, True, name, work)
-    useful = useful_states(*product)
-    if not useful[product.start]:
-        return NOTHING
-    second = second[useful]
-    table, accepting, start = restricted(*product, useful)
-    size = len(table)
-    top = low if high is None else min(high, max(low, STATES // (2 * size) - 1))
-    if size * (top + 1) > STATES:
-        _refuse_size(name)
-    work.spend(size * (top + 1), name)
-    whole = np.append(second == units.start, False)
-    layers = [np.where(table < 0, -1, table + size * np.where(whole[table], min(layer + 1, top), layer))
-              for layer in range(top + 1)]  # fmt: skip
-    if high is not None:
-        layers[top] = np.where(whole[table], -1, layers[top])
-    accepts = np.tile(accepting, top + 1) & (np.arange(size * (top + 1)) >= size * low)
-    result = _useful(ByteAutomaton(np.concatenate(layers).astype(np.int32), accepts, int(start)))
-    return NOTHING if result is None else _frozen(result)
-
-
-def accepts(expression: Expression, text: bytes) -> bool:
-    """Return True if a compiled expression matches a text."""
-    assert isinstance(expression, Compiled)
-    state = 0
-    for byte in text:
-        targets = [target for first, last, target in expression.moves[state] if first <= byte <= last]
-        if not targets:
-            return False
-        [state] = targets
-    return state in expression.accepting
-
-
-def _product(
-    one: ByteAutomaton, other: ByteAutomaton, wanted: bool, name: str, work: Work
-) -> tuple[ByteAutomaton, np.ndarray]:
-    """Return the automaton for the strings of `one` that `other` accepts, or rejects if `wanted` is False.
-
-    The second result is the state of `other` in each state.
-    """
-    dead = len(other.table)  # a state of `other` without transitions, from which nothing is accepted
-    joint = np.vstack([one.table, np.where(other.table < 0, dead, other.table), np.full((1, BYTES), dead)])
-    columns, like = distinct(np.ascontiguousarray(joint.T))
-    first, second = joint[: len(one.table), columns], joint[len(one.table) :, columns]
-    if len(first) * (dead + 1) > MOST_PAIRS:
-        _refuse_size(name)
-    number = np.full(len(first) * (dead + 1) + 1, -1, np.int32)  # the last entry stands for -1
-    front = np.array([one.start * (dead + 1) + other.start])
-    number[front], found, rows = 0, [front], []
-    count = 1
-    while front.size:
-        work.spend(front.size * len(columns), name)
-        a, b = first[front // (dead + 1)], second[front % (dead + 1)]
-        pairs = np.where((a < 0) | ((b == dead) & wanted), -1, a * (dead + 1) + b)
-        rows.append(pairs)
-        new = np.unique(pairs[pairs >= 0])
-        front = new[number[new] < 0]
-        number[front] = np.arange(count, count + len(front))
-        count += len(front)
-        found.append(front)
-        if count > STATES:
-            _refuse_size(name)
-    states = np.concatenate(found)
-    second_states = states % (dead + 1)
-    right = np.append(other.accepting, False)[second_states] == wanted
-    table = number[np.concatenate(rows)]
-    return ByteAutomaton(table[:, like], one.accepting[states // (dead + 1)] & right, 0), second_states
-
-
-def _frozen(automaton: ByteAutomaton) -> Expression:
-    """Return the expression for an automaton's strings."""
-    table, accepting, start = automaton
-    order = np.concatenate([[start], np.delete(np.arange(len(table)), start)])  # the start becomes state 0
-    number = np.append(np.argsort(order), -1)
-    rows = number[table[order]]
-    ends = np.pad(rows[:, 1:] != rows[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    moves = []
-    for row, end in zip(rows, ends, strict=True):
-        lasts = np.flatnonzero(end).tolist()
-        firsts = [0, *(last + 1 for last in lasts[:-1])]
-        targets = row[lasts].tolist()
-        moves.append(tuple(move for move in zip(firsts, lasts, targets, strict=True) if move[2] >= 0))
-    return Compiled(tuple(moves), frozenset(np.flatnonzero(accepting[order]).tolist()))
 
 
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
@@ -268,7 +149,8 @@ def _largest(expression: Expression, name: str) -> str:
     return name
 
 
-def _refuse_size(name: str) -> NoReturn:
+def refuse_size(name: str) -> NoReturn:
+    """Raise an error about the part that makes an automaton too large."""
     raise TooLargeError(
         f"{name} is too large: an automaton may have {STATES} states; lower its limits, or split or simplify it"
     )
@@ -368,16 +250,16 @@ class _Nfa:
             following: list[int | None] = [None if needed else level for level in levels]
             for count, begin in self._beginnings(levels, more, expression.separator).items():
                 end = self.jump(self.add(item, begin))
-                if not needed and levels[count] is not None:
-                    self.jumps[levels[count]].append(end)
+                if not needed and (level := levels[count]) is not None:
+                    self.jumps[level].append(end)
                 following[count] = end
             levels = following
         if expression.further is not None:
             levels = [level if level is None else self.jump(level) for level in levels]
             for count, begin in self._beginnings(levels, more, expression.separator).items():
-                if levels[count] is None:
-                    levels[count] = self.state()
-                self.jumps[self.add(expression.further, begin)].append(levels[count])
+                level = levels[count]
+                level = levels[count] = self.state() if level is None else level
+                self.jumps[self.add(expression.further, begin)].append(level)
         end = self.state()
         for level in levels[expression.low :]:
             if level is not None:
@@ -442,7 +324,7 @@ def _determinized(expression: Expression, name: str, work: Work) -> tuple[np.nda
         rows.append(row)
         if len(sets) > STATES or spent > work.left:
             often = collections.Counter(nfa.parts[state] for states in sets[-1000:] for state in states)
-            _refuse_size(often.most_common(1)[0][0])
+            refuse_size(often.most_common(1)[0][0])
     work.left -= spent
     table = np.array(rows, np.int32)
     accepting = np.array([final in states for states in sets])

@@ -67,7 +67,9 @@ class Overlaps:
         both = [one, other]
         if kind in ("integer", "number"):
             low, high = keywords.limits(both)
-            return low is not None and high is not None and (low[0] > high[0] or (low[0] == high[0] and low[1] | high[1]))
+            return (
+                low is not None and high is not None and (low[0] > high[0] or (low[0] == high[0] and low[1] | high[1]))
+            )
         if kind == "string":
             return _is_empty(keywords.bounds(both, "Length"))
         if kind == "array":

@@ -53,7 +53,16 @@ class Evaluation:
             return _all([referred, self.holds(value, rest, depth + 1)])
         if value is None and schema.get("nullable") and "$schema" not in self.references.root:
             return True
-        return _all([*self._own(value, schema), *self._in_place(value, schema, depth + 1)])
+        return _all([self.holds_alone(value, schema, depth), *self._in_place(value, schema, depth + 1)])
+
+    def holds_alone(self, value: Any, schema: dict[str, Any], depth: int = 0) -> bool | None:
+        """Evaluate a value as `holds` does, without references and without alternatives and conditions."""
+        found = [*self._own(value, schema)]
+        if False not in found and isinstance(value, list):
+            found += self._array(value, schema, depth + 1)
+        elif False not in found and isinstance(value, dict):
+            found += self._object(value, schema, depth + 1)
+        return _all(found)
 
     def _own(self, value: Any, schema: dict[str, Any]) -> Iterable[bool | None]:
         kinds = keywords.types_of(value)
@@ -75,6 +84,7 @@ class Evaluation:
             yield "multipleOf" not in schema or is_multiple(value, schema["multipleOf"])
 
     def literals(self, schema: dict[str, Any]) -> frozenset[str]:
+        """Return the keys of a schema's literals."""
         if id(schema) not in self.keys:
             self.keys[id(schema)] = frozenset(map(key, keywords.literals(schema) or ()))
         return self.keys[id(schema)]
@@ -94,11 +104,7 @@ class Evaluation:
         if "if" in schema:
             condition = holds(schema["if"])
             then, other = holds(schema.get("then", True)), holds(schema.get("else", True))
-            yield {True: then, False: other}.get(condition, then if then == other else None)
-        if isinstance(value, list):
-            yield from self._array(value, schema, depth)
-        elif isinstance(value, dict):
-            yield from self._object(value, schema, depth)
+            yield then if condition or then == other else other if condition is False else None
 
     def _array(self, value: list[Any], schema: dict[str, Any], depth: int) -> Iterable[bool | None]:
         first, others = keywords.items(schema)

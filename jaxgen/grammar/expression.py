@@ -163,7 +163,7 @@ def sequence(*items: Expression | str) -> Expression:
 
 
 def choice(items: Iterable[Expression | str]) -> Expression:
-    """Return an alternation of expressions; a str matches itself literally. Alternatives that are NOTHING are left out."""
+    """Return an alternation of expressions, without those that are NOTHING; a str matches itself literally."""
     options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items if item is not NOTHING)
     return options[0] if len(options) == 1 else Alternatives(options) if options else NOTHING
 

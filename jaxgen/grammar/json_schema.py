@@ -12,11 +12,10 @@ members appear in the schema's order. Free-form values nest at most two levels d
 from __future__ import annotations
 
 import collections
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal
 
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, shown, warn
 from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
@@ -34,6 +33,7 @@ from jaxgen.grammar.expression import (
     sequence,
     union,
 )
+from jaxgen.grammar.joint import Choice, Joint, Place
 from jaxgen.grammar.negation import negated
 from jaxgen.grammar.numbers import NUMBER, numbers
 from jaxgen.grammar.objects import object_
@@ -54,7 +54,7 @@ SIZES = ((3000, FREE_DEPTH, LEVELS), (300, FREE_DEPTH, LEVELS), (100, 1, 2), (10
 
 
 def read_schema(
-    schema: dict[str, Any] | str,
+    schema: Any,
     whitespace_pattern: str | None = None,
     *,
     name: str = "the schema",
@@ -76,13 +76,13 @@ def read_schema(
     """
     if unsupported not in ("error", "warn"):
         raise InputError(f"unsupported must be 'error' or 'warn', got {shown(unsupported)}")
-    root = keywords.plain(_given(schema))
+    root = keywords.plain(keywords.given(schema))
     if not isinstance(root, bool | dict):
         keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
     sizes, exclusive = [*SIZES], True
     while sizes:
-        converter = _Converter(root, space, unsupported == "warn", *sizes.pop(0))
+        converter = Converter(root, space, unsupported == "warn", *sizes.pop(0))
         try:
             converter.exclusive = exclusive
             expression = converter.value((root,), Place(name))
@@ -97,61 +97,11 @@ def read_schema(
     if left_out is not None:
         left_out += converter.left_out
     elif converter.left_out:
-        warnings.warn(f"left out, and not enforced: {'; '.join(converter.left_out)}", stacklevel=3)
+        warn(f"left out of the schema, and not enforced: {'; '.join(converter.left_out)}")
     return expression
 
 
-def _given(schema: Any) -> dict[str, Any] | str:
-    """Return the schema itself, or the schema of a pydantic class or TypeAdapter."""
-    for method in ("model_json_schema", "json_schema"):
-        if callable(made := getattr(schema, method, None)):
-            schema = made()
-    if not isinstance(schema, dict | str):
-        raise TypeError(f"a JSON schema must be a dict or its text, or a pydantic class, got {type(schema).__name__}")
-    return schema
-
-
-class Place(NamedTuple):
-    """Location of a schema: its name in messages, the ids of the referenced parts that lead to it, and its depth."""
-
-    name: str
-    refs: tuple[int, ...] = ()
-    depth: int = 0
-
-    def inside(self, *names: str | int) -> Place:
-        return Place(keywords.inside(self.name, *names), self.refs, self.depth + 1)
-
-    def refuse(self, reason: str) -> NoReturn:
-        keywords.refuse(self.name, reason)
-
-
-class Choice(NamedTuple):
-    """Alternatives, each of which is a tuple of schemas that must all hold, and the ids of the schemas around them."""
-
-    alternatives: list[tuple[Any, ...]]
-    path: frozenset[int] = frozenset()
-
-
-class Joint:
-    """Schemas that must all hold for one value: the parts with keywords of their own, and choices between others."""
-
-    def __init__(self, place: Place):
-        self.place = place
-        self.schemas: list[dict[str, Any]] = []
-        self.choices: list[Choice] = []
-        self.seen: set[int] = set()
-
-    def copy(self) -> Joint:
-        other = Joint(self.place)
-        other.schemas, other.choices, other.seen = [*self.schemas], [*self.choices], {*self.seen}
-        return other
-
-    def given(self, keyword: str) -> list[Any]:
-        """Return the values of a keyword."""
-        return [schema[keyword] for schema in self.schemas if keyword in schema]
-
-
-class _Converter:
+class Converter:
     """Converter for the parts of one schema."""
 
     def __init__(self, root: Any, space: Expression, lenient: bool, longest: int, free_depth: int, levels: int):
@@ -203,7 +153,8 @@ class _Converter:
                     where = keywords.inside(name, keyword, key)
                     self.leave_out(where, f" must be an object, or true for any value, got {shown(part)}")
                     whole = kept[keyword]
-                    whole = {**whole, key: True} if isinstance(whole, dict) else [*whole[:key], True, *whole[key + 1 :]]
+                    whole = {**whole} if isinstance(whole, dict) else [*whole]
+                    whole[key] = True
                     kept = kept | {keyword: whole}
             self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
         return self.clean[id(schema)][1]
@@ -232,7 +183,11 @@ class _Converter:
         """Return a key that is the same for values with the same expression."""
         first = schemas[0] if len(schemas) == 1 else None
         refs = place.refs
-        if isinstance(first, dict) and isinstance(first.get("$ref"), str) and not keywords.SUPPORTED & first.keys() - {"$ref"}:
+        if (
+            isinstance(first, dict)
+            and isinstance(first.get("$ref"), str)
+            and not keywords.SUPPORTED & first.keys() - {"$ref"}
+        ):
             target = self.references.target(self.sound(first)) if "$ref" in self.sound(first) else None
             if isinstance(target, dict):
                 cycle = self.references.cycle(target)
@@ -251,7 +206,9 @@ class _Converter:
             schema, path = rest.pop(0)
             self.values += 1
             if self.values > MOST_VALUES:
-                raise TooLargeError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
+                raise TooLargeError(
+                    f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it"
+                )
             place = joint.place
             if schema is True:
                 continue
@@ -357,15 +314,17 @@ class _Converter:
 
     def literals(self, joint: Joint) -> Expression:
         """Return the expression for the values of `const` and `enum` that satisfy all schemas."""
-        lists = [values for schema in joint.schemas if (values := keywords.literals(schema)) is not None]
-        if len(joint.schemas) == 1 and not joint.choices and not keywords.SUPPORTED & joint.schemas[0].keys() - {"enum"}:
-            return choice(map(literal, lists[0]))
+        listing = [schema for schema in joint.schemas if keywords.literals(schema) is not None]
+        source = min(listing, key=lambda schema: len(keywords.literals(schema) or ()))
+        bare = len(keywords.SUPPORTED & source.keys()) == 1  # nothing else in it has to be checked
+        others = [schema for schema in joint.schemas if schema is not source or not bare]
+        holds, holds_alone = self.evaluation.holds, self.evaluation.holds_alone
         return choice(
             literal(value)
-            for value in min(lists, key=len)
-            if all(self.evaluation.holds(value, schema) for schema in joint.schemas)
+            for value in keywords.literals(source) or ()
+            if all(holds_alone(value, schema) for schema in others)
             and all(
-                any(all(self.evaluation.holds(value, schema) for schema in schemas) for schemas in alternatives)
+                any(all(holds(value, schema) for schema in schemas) for schemas in alternatives)
                 for alternatives, _ in joint.choices
             )
         )
@@ -385,6 +344,7 @@ class _Converter:
         return found
 
     def of_type(self, name: str, schemas: list[dict[str, Any]], place: Place) -> Expression:
+        """Return the expression for values of one type that are valid against all schemas."""
         excluded = [value for schema in schemas for value in schema.get(keywords.EXCLUDED, [])]
         match name:
             case "string":
@@ -418,7 +378,7 @@ class _Converter:
         formats: Sequence[str] = (),
         limits: tuple[int, int | None] = (0, None),
     ) -> Expression:
-        """Return the expression for strings that satisfy all conditions; `excluded` are values that they must not be."""
+        """Return the expression for strings that satisfy all conditions and are none of `excluded`."""
         content = self.strings.content(place.name, patterns, unlike, formats, excluded, limits, self.longest)
         return NOTHING if content is NOTHING else named(place.name, content)
 
@@ -434,6 +394,7 @@ class _Converter:
         return True
 
     def number(self, schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], place: Place) -> Expression:
+        """Return the expression for numbers that are valid against all schemas."""
         try:
             return numbers(schemas, integer, excluded, place.name, self.work)
         except InputError as error:
@@ -454,12 +415,15 @@ class _Converter:
         return self.known[depth]
 
     def map(self, value: Expression) -> Expression:
+        """Return the expression for objects with any names."""
         return self.enclosed("{", Repeat(self.member(any_string(), value), separator=self.comma), "}")
 
     def member(self, name: Expression, value: Expression) -> Expression:
+        """Return the expression for a member of an object."""
         return sequence(name, self.space, ":", self.space, value)
 
     def enclosed(self, opening: str, inner: Expression, closing: str) -> Expression:
+        """Return the expression for an array or object."""
         return sequence(opening, self.space, inner, self.space, closing)
 
 

@@ -47,6 +47,16 @@ _ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
 _KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 
 
+def given(schema: Any) -> dict[str, Any] | str:
+    """Return the schema itself, or the schema of a pydantic class or TypeAdapter."""
+    for method in ("model_json_schema", "json_schema"):
+        if callable(made := getattr(schema, method, None)):
+            schema = made()
+    if not isinstance(schema, dict | str):
+        raise TypeError(f"a JSON schema must be a dict or its text, or a pydantic class, got {type(schema).__name__}")
+    return schema
+
+
 def plain(schema: dict[str, Any] | str) -> Any:
     """Return a copy of a schema (a dict or JSON). In the copy, no object occurs twice, and there are no cycles."""
     text = schema if isinstance(schema, str) else _dumped(schema)
@@ -91,6 +101,7 @@ def bare(name: str) -> str:
 
 
 def is_schema(value: Any) -> bool:
+    """Return True for an object or a boolean."""
     return isinstance(value, bool | dict)
 
 
@@ -112,8 +123,9 @@ def faults(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name in REJECTED:
             yield name, f" has {name}, which is not supported"
         elif name not in ANNOTATIONS and not _VENDOR.match(name) and (near := _misspelled(name)):
-            yield name, (
-                f" has {bare(name)}, which is not a keyword: write {near}, or begin the name of an annotation with x-"
+            yield (
+                name,
+                (f" has {bare(name)}, which is not a keyword: write {near}, or begin an annotation's name with x-"),
             )
 
 
@@ -166,7 +178,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         (*IN_PLACE, "prefixItems"), (lambda value: isinstance(value, list) and bool(value), "a non-empty list")
     ),
-    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), (lambda value: isinstance(value, dict), "an object")),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentSchemas"), (lambda value: isinstance(value, dict), "an object")
+    ),
     **dict.fromkeys(
         ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties", "additionalItems"),
         (is_schema, "a schema or a boolean"),

@@ -13,10 +13,11 @@ from fractions import Fraction
 from typing import Any
 
 from jaxgen.grammar import keywords
-from jaxgen.grammar.byte_automaton import Work, difference
+from jaxgen.grammar.byte_automaton import Work
 from jaxgen.grammar.evaluation import is_multiple
 from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Text, choice, sequence
 from jaxgen.grammar.integers import integer_range
+from jaxgen.grammar.products import difference
 from jaxgen.grammar.regex import read_regex
 
 LARGEST = 10**keywords.MOST_DIGITS - 1

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.expression import NOTHING, Expression, Members, choice
+from jaxgen.grammar.joint import Joint, Place
 from jaxgen.grammar.strings import any_string, literal
 
 if TYPE_CHECKING:
-    from jaxgen.grammar.json_schema import Place, _Converter
+    from jaxgen.grammar.json_schema import Converter
 
 MOST_JOINT = 4  # maximum number of patterns of names for which values that match several of them are generated
 
 
-def object_(converter: _Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
+def object_(converter: Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
     """Return the expression for the objects that are valid against all schemas."""
     low, high = keywords.bounds(schemas, "Properties")
     if excluded == [{}]:
@@ -58,7 +59,7 @@ def object_(converter: _Converter, schemas: list[dict[str, Any]], place: Place, 
     return converter.enclosed("{", Members(tuple(parts), converter.comma, further, low, high), "}")
 
 
-def _readable(converter: _Converter, schema: dict[str, Any], place: Place) -> dict[str, Any]:
+def _readable(converter: Converter, schema: dict[str, Any], place: Place) -> dict[str, Any]:
     """Return the schema without the patterns of names that cannot be compiled."""
     patterns = schema.get("patternProperties", {})
     wrong = [pattern for pattern in patterns if not converter.is_pattern(pattern, place.name)]
@@ -68,16 +69,16 @@ def _readable(converter: _Converter, schema: dict[str, Any], place: Place) -> di
     return schema | {"patternProperties": kept}
 
 
-def _member(converter: _Converter, schemas: list[dict[str, Any]], name: str) -> tuple[Any, ...]:
+def _member(converter: Converter, schemas: list[dict[str, Any]], name: str) -> tuple[Any, ...]:
     """Return the schemas for the value of the member with a name."""
     converter.spend(len(schemas))
-    return tuple(part for schema in schemas for part in converter.evaluation.of_member(name, schema) if part is not True)
+    return tuple(
+        part for schema in schemas for part in converter.evaluation.of_member(name, schema) if part is not True
+    )
 
 
-def _listed_names(converter: _Converter, allowed: tuple[Any, ...]) -> list[str] | None:
+def _listed_names(converter: Converter, allowed: tuple[Any, ...]) -> list[str] | None:
     """Return the names that a const or an enum of `propertyNames` allows, or None if there is neither."""
-    from jaxgen.grammar.json_schema import Joint, Place
-
     joint = converter.join(Joint(Place("propertyNames")), allowed)
     if joint is None:
         return []
@@ -86,7 +87,7 @@ def _listed_names(converter: _Converter, allowed: tuple[Any, ...]) -> list[str] 
 
 
 def _further(
-    converter: _Converter,
+    converter: Converter,
     schemas: list[dict[str, Any]],
     listed: list[str],
     allowed: tuple[Any, ...],
@@ -122,7 +123,7 @@ def _of_patterns(schema: dict[str, Any], chosen: tuple[str, ...]) -> list[Any]:
 
 
 def _name(
-    converter: _Converter,
+    converter: Converter,
     patterns: list[str],
     unlike: list[str],
     listed: list[str],

@@ -74,7 +74,9 @@ class References:
         uri, fragment = (base, name[1:]) if name.startswith("#") else _resolved(base, name)
         found = self.resources.get(uri)
         if found is None or not (uri or name.startswith("#")):
-            raise InputError(f" refers to {shown(name)}: only references inside the schema are supported, such as #/$defs/a")
+            raise InputError(
+                f" refers to {shown(name)}: only references inside the schema are supported, such as #/$defs/a"
+            )
         if fragment and not fragment.startswith("/"):
             found = self.anchors.get((uri, unquote(fragment)))
         for step in fragment.split("/")[1:] if fragment.startswith("/") else []:

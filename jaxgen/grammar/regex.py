@@ -290,7 +290,7 @@ class _Reader:
         self.refuse(f"has the escape {shown(chr(92) + sign)}, which is not known" if sign else "ends in a backslash")
 
     def named(self, sign: str, large: bool) -> Ranges:
-        r"""Return the characters of `\d`, `\w` or `\s`: JavaScript's or, if `cautious`, all or only the certain ones."""
+        r"""Return the characters of `\d`, `\w` or `\s`: JavaScript's or, if `cautious`, possible or certain ones."""
         if not self.cautious:
             return CLASSES[sign]
         if large:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import Work, accepts, counted, difference
+from jaxgen.grammar.byte_automaton import Work
 from jaxgen.grammar.expression import (
     NOTHING,
     Characters,
@@ -23,6 +23,7 @@ from jaxgen.grammar.expression import (
     union,
 )
 from jaxgen.grammar.formats import FORMATS
+from jaxgen.grammar.products import accepts, counted, difference
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
 
@@ -55,10 +56,12 @@ def _printable() -> Expression:
 
 @functools.cache
 def any_string() -> Expression:
+    """Return the expression for any string, with its quotation marks."""
     return quoted(Repeat(_character()))
 
 
 def quoted(content: Expression) -> Expression:
+    """Return the expression for a string, given that for its contents."""
     return sequence('"', content, '"')
 
 
@@ -133,4 +136,5 @@ def literal(value: object) -> Text:
 
 
 def named(name: str, content: Expression) -> Expression:
+    """Return the expression for a string that error messages call `name`."""
     return Part(name, quoted(content))

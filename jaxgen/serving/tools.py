@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.keywords import COMPANIONS, bare, plain
+from jaxgen.grammar.keywords import bare, plain
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -232,9 +232,8 @@ def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
     """Return the grammar of a function's arguments; a function without a schema has no arguments."""
     if parameters is None:
         return Text(b"{}")
-    schema = parameters if any(key in COMPANIONS for key in parameters) else {"type": "object", **parameters}
     try:
-        return read_schema(schema, name=f"{name}.parameters")
+        return read_schema({"type": "object", **parameters}, name=f"{name}.parameters")
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
 

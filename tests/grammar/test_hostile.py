@@ -184,7 +184,7 @@ def doubling(keyword, levels, **more):
         ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
         ({"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20_000)], "$defs": [None] * 30_000}, "not in the schema"),
         ({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large"),
-        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "too many alternatives to compare"),
+        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "to compare"),
         ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
         ({"$ref": "#a"}, "not in the schema"),
         ({"$ref": "a"}, "only references inside the schema"),
