@@ -85,7 +85,7 @@ def read_schema(
         converter = Converter(root, space, unsupported == "warn", *sizes.pop(0))
         try:
             converter.exclusive = exclusive
-            expression = converter.value((root,), Place(name))
+            expression = converter.value((root,), Place(name, (id(root),)))
         except TooLargeError:
             if not sizes and not (exclusive and unsupported == "warn"):
                 raise
@@ -127,7 +127,7 @@ class Converter:
             keywords.refuse(
                 name,
                 f"{reason}. Leave it out and check the value afterwards, or pass unsupported='warn'"
-                if reason.startswith(" has ") else reason,
+                if reason.startswith(" has ") and "nothing" not in reason else reason,
             )  # fmt: skip
         if (message := name + reason) not in self.left_out:
             self.left_out.append(message)
@@ -148,6 +148,9 @@ class Converter:
                     self.leave_out(name, str(error))
                     wrong.add("$ref")
             kept = {keyword: part for keyword, part in schema.items() if keyword not in wrong} if wrong else schema
+            for keyword, reason in [*keywords.conflicts(kept)]:
+                self.leave_out(name, reason)
+                kept = _without(kept, keyword)
             for keyword, key, part in [*keywords.parts(kept)]:
                 if not keywords.is_schema(part):
                     where = keywords.inside(name, keyword, key)

@@ -193,6 +193,18 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
+def conflicts(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield an upper limit that is below the lower one, with the reason. The values must be valid."""
+    for of in ("Length", "Items", "Properties"):
+        low, high = bounds([schema], of)
+        if high is not None and low > high:
+            yield f"max{of}", f" has min{of} {low} and max{of} {high}: nothing satisfies both"
+    low, high = limits([schema])
+    if low is not None and high is not None and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
+        given = " and ".join(f"{name} {shown(schema[name])}" for name in BOUNDS if name in schema)
+        yield "exclusiveMaximum" if high[1] else "maximum", f" has {given}: no number satisfies both"
+
+
 def _fault(name: str, value: Any, schema: dict[str, Any]) -> str | None:
     """Return what the value of a keyword must be, or None if it is valid."""
     if name in ("exclusiveMinimum", "exclusiveMaximum"):

@@ -14,7 +14,6 @@ from typing import Any
 
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import Work
-from jaxgen.grammar.evaluation import is_multiple
 from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Text, choice, sequence
 from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.products import difference
@@ -41,9 +40,9 @@ def numbers(schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], n
     if integer or whole:
         conditions = [_integers(low, high), *(_multiples(divisor) for divisor in whole if divisor > 1)]
         if broken and (NOTHING in conditions or not all(map(_divides_integers, broken))):
-            conditions.append(_decimals(low, high, broken, True))
+            conditions.append(_decimals(low, high, tuple(broken), True))
     elif broken:
-        parts = [_decimals(low, high, broken, False)]
+        parts = [_decimals(low, high, tuple(broken), False)]
         conditions = [choice([*parts, _integers(low, high)]) if all(map(_divides_integers, broken)) else parts[0]]
     elif low is None and high is None and not unlike and not fractional:
         return read_regex(NUMBER)
@@ -99,7 +98,8 @@ def _divides_integers(divisor: float) -> bool:
     return exact.numerator == 1 and error <= Fraction(1, 2**54)
 
 
-def _decimals(low: Bound, high: Bound, divisors: list[float], integer: bool) -> Expression:
+@functools.lru_cache(100)
+def _decimals(low: Bound, high: Bound, divisors: tuple[float, ...], integer: bool) -> Expression:
     """Return the expression for the first multiples of fractions between two bounds."""
     step = Fraction(math.lcm(*(Fraction(repr(divisor)).numerator for divisor in divisors)),
                     math.gcd(*(Fraction(repr(divisor)).denominator for divisor in divisors)))  # fmt: skip
@@ -109,28 +109,36 @@ def _decimals(low: Bound, high: Bound, divisors: list[float], integer: bool) -> 
         first, sign = math.ceil(high[0] / step) - 1 if high[1] else math.floor(high[0] / step), -1
     else:
         first, sign = 0, 1
-    found = (step * (first + sign * i) for i in range(MOST_MULTIPLES))
-    return choice(
+    count = MOST_MULTIPLES
+    if low is not None and high is not None:
+        last = math.ceil(high[0] / step) - 1 if high[1] else math.floor(high[0] / step)
+        count = max(0, min(count, last - first + 1))
+    places = next((n for n in range(DIGITS) if (step * 10**n).denominator == 1), None)
+    if places is None:
+        return NOTHING
+    scaled = int(step * 10**places)
+    found = [_point((first + sign * i) * scaled, places) for i in range(count)]
+    options = choice(
         text
-        for number in found
-        if (low is None or number > low[0] or (number == low[0] and not low[1]))
-        and (high is None or number < high[0] or (number == high[0] and not high[1]))
-        and (text := _decimal(number)) is not None
+        for text in found
+        if len(text) <= DIGITS
         and ("." not in text or not integer)
-        and all(is_multiple(float(text) if "." in text else int(text), divisor) for divisor in divisors)
+        and all((float(text) / divisor).is_integer() for divisor in divisors)
     )
+    return difference([options], [], "multipleOf")
+
+
+def _point(scaled: int, places: int) -> str:
+    """Return the shortest decimal for a number that is divided by 10**places."""
+    digits = str(abs(scaled)).rjust(places + 1, "0")
+    whole, fraction = digits[: len(digits) - places], digits[len(digits) - places :].rstrip("0")
+    return ("-" if scaled < 0 else "") + whole + ("." + fraction if fraction else "")
 
 
 def _decimal(number: Fraction) -> str | None:
     """Return the shortest decimal for a fraction, or None if it has too many digits."""
-    places = 0
-    while (number * 10**places).denominator != 1 and places < DIGITS:
-        places += 1
-    scaled = number * 10**places
-    if scaled.denominator != 1 or abs(scaled) >= 10**DIGITS:
-        return None
-    digits = str(abs(scaled)).rjust(places + 1, "0")
-    return ("-" if number < 0 else "") + digits[: len(digits) - places] + ("." + digits[-places:] if places else "")
+    scaled = number * 10**DIGITS
+    return _point(int(scaled), DIGITS) if scaled.denominator == 1 and abs(number) < 10**DIGITS else None
 
 
 def _bounded(low: Bound, high: Bound, exact: bool) -> list[Expression]:
