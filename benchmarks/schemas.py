@@ -54,12 +54,9 @@ def main() -> None:
     plain = [_result(file, "error", tokenizer, args.limit, args.texts, rng) for file in files]
     lenient = [_result(file, "warn", None, args.limit, 0, rng) for file in files]
     for result in plain:
-        for line in (
-            result.refusal and f"refused: {result.refusal}",
-            *(f"FORBIDDEN {text}" for text in result.forbidden),
-        ):
-            if line:
-                print(f"{result.name}: {line[:300]}")
+        found = [f"refused: {result.refusal}"] if result.refusal else [f"FORBIDDEN {text}" for text in result.forbidden]
+        for line in found:
+            print(f"{result.name}: {line[:300]}")
     lines = [
         "# JSON schemas",
         "",
