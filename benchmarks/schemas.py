@@ -54,7 +54,8 @@ def main() -> None:
     plain = [_result(file, "error", tokenizer, args.limit, args.texts, rng) for file in files]
     lenient = [_result(file, "warn", None, args.limit, 0, rng) for file in files]
     for result in plain:
-        found = [f"refused: {result.refusal}"] if result.refusal else [f"FORBIDDEN {text}" for text in result.forbidden]
+        found = [f"FORBIDDEN {text}" for text in result.forbidden]
+        found += [f"refused: {result.refusal}"] if result.refusal else []
         for line in found:
             print(f"{result.name}: {line[:300]}")
     lines = [

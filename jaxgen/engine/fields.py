@@ -207,8 +207,12 @@ def _automaton(name: str, value: Any, tokenizer: Tokenizer | None, vocab_size: i
         raise InputError(f"{name} needs a tokenizer: pass tokenizer=")
     if name == "regex" and not isinstance(value, str):
         raise TypeError(f"regex must be a string, got {shown(value)}")
+    if not isinstance(value, str | Mapping):
+        try:
+            value = given(value)
+        except TypeError as error:
+            raise TypeError(f"{name} must be a JSON schema, got {shown(value)}") from error
     try:
-        value = value if isinstance(value, str | Mapping) else given(value)
         text = value if isinstance(value, str) else json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{name} must be a JSON schema: {error}") from error

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxgen.grammar import keywords
 from jaxgen.grammar.evaluation import key
 from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repeat, sequence
-from jaxgen.grammar.joint import Joint, Place
+from jaxgen.grammar.joint import Conversion, Joint, Place
 from jaxgen.grammar.strings import literal
-
-if TYPE_CHECKING:
-    from jaxgen.grammar.json_schema import Converter
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items
 
 
-def array(converter: Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
+def array(converter: Conversion, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
     """Return the expression for the arrays that are valid against all schemas."""
     low, high = keywords.bounds(schemas, "Items")
     if excluded == [[]]:
@@ -64,7 +61,7 @@ def _item(schemas: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _repeated(converter: Converter, item: Expression, low: int, high: int | None) -> Expression:
+def _repeated(converter: Conversion, item: Expression, low: int, high: int | None) -> Expression:
     if item is NOTHING:
         return EMPTY if low == 0 else NOTHING
     if high is not None:
@@ -73,7 +70,7 @@ def _repeated(converter: Converter, item: Expression, low: int, high: int | None
 
 
 def _tuple(
-    converter: Converter,
+    converter: Conversion,
     items: list[Expression],
     others: tuple[Any, ...] | None,
     low: int,
@@ -101,7 +98,7 @@ def _tuple(
 
 
 def _containing(
-    converter: Converter, item: Expression, wanted: tuple[Any, ...], low: int, high: int | None, place: Place
+    converter: Conversion, item: Expression, wanted: tuple[Any, ...], low: int, high: int | None, place: Place
 ) -> Expression:
     """Return the expression for arrays in which at least one item is valid against `wanted`."""
     match_ = converter.value(wanted, place.inside("contains"))
@@ -117,7 +114,7 @@ def _containing(
     return converter.enclosed("[", sequence(match_, rest), "]")
 
 
-def _values(converter: Converter, schemas: tuple[Any, ...], place: Place) -> list[Any] | None:
+def _values(converter: Conversion, schemas: tuple[Any, ...], place: Place) -> list[Any] | None:
     """Return the distinct values that items may have, or None if they are not given by a const, an enum or a type."""
     joint = converter.join(Joint(place.inside("items")), schemas)
     if joint is None:
@@ -134,7 +131,7 @@ def _values(converter: Converter, schemas: tuple[Any, ...], place: Place) -> lis
     return [value for value in values if all(converter.evaluation.holds(value, schema) for schema in schemas)]
 
 
-def _subsets(converter: Converter, values: list[Any], low: int, high: int | None) -> Expression:
+def _subsets(converter: Conversion, values: list[Any], low: int, high: int | None) -> Expression:
     """Return the expression for lists of some of the values, in the schema's order."""
     if low > len(values):
         return NOTHING

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from jaxgen.grammar import keywords
+from jaxgen.grammar.evaluation import Evaluation
+from jaxgen.grammar.expression import Expression
 
 
 class Place(NamedTuple):
@@ -48,3 +51,24 @@ class Joint:
     def given(self, keyword: str) -> list[Any]:
         """Return the values of a keyword."""
         return [schema[keyword] for schema in self.schemas if keyword in schema]
+
+
+class Conversion(Protocol):
+    """The conversion of a whole schema, as arrays and objects use it for their parts; see `json_schema.Converter`."""
+
+    comma: Expression
+    evaluation: Evaluation
+    made: dict[Any, Any]
+    lenient: bool
+    longest: int
+
+    def value(self, schemas: tuple[Any, ...], place: Place) -> Expression: ...
+    def join(self, joint: Joint, schemas: Iterable[Any]) -> Joint | None: ...
+    def types(self, schemas: Sequence[dict[str, Any]]) -> list[str]: ...
+    def text(self, place: Place, patterns: list[str], unlike: list[str], excluded: list[str]) -> Expression: ...
+    def is_pattern(self, pattern: str, name: str) -> bool: ...
+    def matches(self, pattern: str, text: str) -> bool: ...
+    def member(self, name: Expression, value: Expression) -> Expression: ...
+    def enclosed(self, opening: str, inner: Expression, closing: str) -> Expression: ...
+    def leave_out(self, name: str, reason: str) -> None: ...
+    def spend(self, steps: int) -> None: ...

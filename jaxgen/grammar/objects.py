@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.expression import NOTHING, Expression, Members, choice
-from jaxgen.grammar.joint import Joint, Place
+from jaxgen.grammar.joint import Conversion, Joint, Place
 from jaxgen.grammar.strings import any_string, literal
-
-if TYPE_CHECKING:
-    from jaxgen.grammar.json_schema import Converter
 
 MOST_JOINT = 4  # maximum number of patterns of names for which values that match several of them are generated
 
 
-def object_(converter: Converter, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
+def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
     """Return the expression for the objects that are valid against all schemas."""
     low, high = keywords.bounds(schemas, "Properties")
     if excluded == [{}]:
@@ -59,7 +56,7 @@ def object_(converter: Converter, schemas: list[dict[str, Any]], place: Place, e
     return converter.enclosed("{", Members(tuple(parts), converter.comma, further, low, high), "}")
 
 
-def _readable(converter: Converter, schema: dict[str, Any], place: Place) -> dict[str, Any]:
+def _readable(converter: Conversion, schema: dict[str, Any], place: Place) -> dict[str, Any]:
     """Return the schema without the patterns of names that cannot be compiled."""
     patterns = schema.get("patternProperties", {})
     wrong = [pattern for pattern in patterns if not converter.is_pattern(pattern, place.name)]
@@ -69,7 +66,7 @@ def _readable(converter: Converter, schema: dict[str, Any], place: Place) -> dic
     return schema | {"patternProperties": kept}
 
 
-def _member(converter: Converter, schemas: list[dict[str, Any]], name: str) -> tuple[Any, ...]:
+def _member(converter: Conversion, schemas: list[dict[str, Any]], name: str) -> tuple[Any, ...]:
     """Return the schemas for the value of the member with a name."""
     converter.spend(len(schemas))
     return tuple(
@@ -77,7 +74,7 @@ def _member(converter: Converter, schemas: list[dict[str, Any]], name: str) -> t
     )
 
 
-def _listed_names(converter: Converter, allowed: tuple[Any, ...]) -> list[str] | None:
+def _listed_names(converter: Conversion, allowed: tuple[Any, ...]) -> list[str] | None:
     """Return the names that a const or an enum of `propertyNames` allows, or None if there is neither."""
     joint = converter.join(Joint(Place("propertyNames")), allowed)
     if joint is None:
@@ -87,7 +84,7 @@ def _listed_names(converter: Converter, allowed: tuple[Any, ...]) -> list[str] |
 
 
 def _further(
-    converter: Converter,
+    converter: Conversion,
     schemas: list[dict[str, Any]],
     listed: list[str],
     allowed: tuple[Any, ...],
@@ -123,7 +120,7 @@ def _of_patterns(schema: dict[str, Any], chosen: tuple[str, ...]) -> list[Any]:
 
 
 def _name(
-    converter: Converter,
+    converter: Conversion,
     patterns: list[str],
     unlike: list[str],
     listed: list[str],
