@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
+from jsonschema.validators import validator_for
 
 from benchmarks import measure
 from jaxgen import TokenAutomaton, Tokenizer
@@ -61,8 +62,8 @@ def main() -> None:
     lines = [
         "# JSON schemas",
         "",
-        f"{len(files)} schemas of {args.schemas.name}, seed {args.seed}; host: {measure.machine()['cpu']}, load average "
-        f"{load:.1f} at the start. CPU seconds, {'with' if tokenizer else 'without'} a tokenizer.",
+        f"{len(files)} schemas, seed {args.seed}; {'with' if tokenizer else 'without'} a tokenizer.",
+        f"CPU seconds; host: {measure.machine()['cpu']}, load average {load:.1f} at the start.",
         "",
         *_table(plain, lenient, args.texts),
     ]
@@ -139,7 +140,7 @@ def _judge(schema: Any) -> Any:
     """Return the validator of a schema, or None if it is not valid in its own draft, nor in draft 4 or 7."""
     if isinstance(schema, dict) and "$schema" not in schema:
         schema = _with_null(schema)
-    own = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    own = validator_for(schema, default=jsonschema.Draft202012Validator)
     for draft in (own, jsonschema.Draft7Validator, jsonschema.Draft4Validator):
         with contextlib.suppress(jsonschema.SchemaError):
             draft.check_schema(schema)

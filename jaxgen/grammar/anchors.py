@@ -33,11 +33,12 @@ MOST = 200  # maximum number of alternatives to which the groups of a pattern ma
 class Anchored:
     """The resolution of the anchors and look-arounds of one pattern, which messages call `name`.
 
-    `characters` returns the expression for one character in the given ranges.
+    `characters` returns the expression for one character in the given ranges. If `large` is True, `$` also matches
+    before a newline at the end, as in Python.
     """
 
-    def __init__(self, name: str, characters: Callable[[Ranges], Expression], work: Work):
-        self.name, self.characters, self.work = name, characters, work
+    def __init__(self, name: str, characters: Callable[[Ranges], Expression], work: Work, large: bool):
+        self.name, self.characters, self.work, self.large = name, characters, work, large
         self.special: dict[int, bool] = {}
         self.expanded = 0
 
@@ -111,12 +112,15 @@ class Anchored:
         for i, sign in enumerate(signs):
             if (sign == "^" and (i > first or not start)) or (sign == "$" and i < last):
                 self.refuse_inside(sign)
-        result: Expression = EMPTY if "$" in signs or not after else self.anything
+        newline = Repeat(self.characters(((0x0A, 0x0A),)), 0, 1) if self.large else EMPTY
+        result: Expression = newline if "$" in signs and after else self.anything if after else EMPTY
         final: list[tuple[bool, Expression]] = []
         anchored = "^" in signs or not before
         for i, item in reversed([*enumerate(items)]):
             if isinstance(item, Look) and item.ahead:
+                self.large ^= item.negated
                 inner = self.choice([item.item], False, True, i < first and anchored and start)
+                self.large ^= item.negated
                 result = self.combined(result, [(item.negated, inner)])
             elif isinstance(item, Look):
                 if i < last or ("$" not in signs and after):

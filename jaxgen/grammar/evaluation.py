@@ -119,6 +119,10 @@ class Evaluation:
     def _object(self, value: dict[str, Any], schema: dict[str, Any], depth: int) -> Iterable[bool | None]:
         yield _within(len(value), keywords.bounds([schema], "Properties"))
         yield all(name in value for name in schema.get("required", []))
+        if keywords.FURTHER in schema:
+            known, patterns = schema[keywords.FURTHER]
+            others = [name for name in value if name not in known]
+            yield any(not any(self.matches(pattern, name) for pattern in patterns) for name in others)
         for name, part in value.items():
             yield self.holds(name, schema.get("propertyNames", True), depth)
             for inner in self.of_member(name, schema):

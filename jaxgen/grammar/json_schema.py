@@ -12,6 +12,7 @@ members appear in the schema's order. Free-form values nest at most two levels d
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -155,8 +156,7 @@ class Converter:
                 if not keywords.is_schema(part):
                     where = keywords.inside(name, keyword, key)
                     self.leave_out(where, f" must be an object, or true for any value, got {shown(part)}")
-                    whole = kept[keyword]
-                    whole = {**whole} if isinstance(whole, dict) else [*whole]
+                    whole: Any = copy.copy(kept[keyword])
                     whole[key] = True
                     kept = kept | {keyword: whole}
             self.clean[id(schema)] = schema, self.references.adopt(kept, schema)

@@ -30,9 +30,11 @@ OF_TYPE = {
 }  # fmt: skip
 COMMON = ("type", "enum", "const", "$ref", *IN_PLACE, "not", "if", "then", "else", "nullable")
 # Keywords for internal use, in schemas that `negation.py` makes: excluded values, patterns that must not match, and
-# numbers that are not integers.
-EXCLUDED, UNLIKE, BROKEN = " excluded", " unlike", " broken"
-SUPPORTED = frozenset([*COMMON, *(name for names in OF_TYPE.values() for name in names), EXCLUDED, UNLIKE, BROKEN])
+# numbers that are not integers, objects with a member that has none of some names and matches none of some patterns.
+EXCLUDED, UNLIKE, BROKEN, FURTHER = " excluded", " unlike", " broken", " further"
+SUPPORTED = frozenset(
+    [*COMMON, *(name for names in OF_TYPE.values() for name in names), EXCLUDED, UNLIKE, BROKEN, FURTHER]
+)
 REJECTED = frozenset(
     "$dynamicRef $recursiveRef unevaluatedItems unevaluatedProperties minContains maxContains extends disallow "
     "divisibleBy formatMinimum formatMaximum formatExclusiveMinimum formatExclusiveMaximum".split()

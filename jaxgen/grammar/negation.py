@@ -88,5 +88,8 @@ def _members(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "object", "properties": {name: False}}
     for name, part in schema.get("properties", {}).items():
         yield {"type": "object", "properties": {name: {"not": part}}, "required": [name]}
+    if schema.get("additionalProperties") is False:
+        known = [*schema.get("properties", {})], [*schema.get("patternProperties", {})]
+        yield {"type": "object", keywords.FURTHER: known}
     for name, parts in dependents(schema).items():
         yield {"type": "object", "required": [name], "allOf": [{"not": {"allOf": parts}}]}

@@ -16,6 +16,9 @@ MOST_JOINT = 4  # maximum number of patterns of names for which values that matc
 
 def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
     """Return the expression for the objects that are valid against all schemas."""
+    for i, schema in enumerate(schemas):
+        if keywords.FURTHER in schema:
+            return _with_further(converter, schemas[:i] + schemas[i + 1 :], *schema[keywords.FURTHER], place, excluded)
     low, high = keywords.bounds(schemas, "Properties")
     if excluded == [{}]:
         low = max(low, 1)
@@ -54,6 +57,25 @@ def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, 
         further = None
     low = low if low > len(needed) else 0
     return converter.enclosed("{", Members(tuple(parts), converter.comma, further, low, high), "}")
+
+
+def _with_further(
+    converter: Conversion,
+    schemas: list[dict[str, Any]],
+    known: list[str],
+    patterns: list[str],
+    place: Place,
+    excluded: list[Any],
+) -> Expression:
+    """Return the expression for objects with a listed member that is not `known` and matches none of the patterns."""
+    names = dict.fromkeys(
+        name for schema in schemas for name in (*schema.get("properties", {}), *schema.get("required", []))
+    )
+    options = []
+    for name in names:
+        if name not in known and not any(converter.matches(pattern, name) for pattern in patterns):
+            options.append(object_(converter, [*schemas, {"required": [name]}], place, excluded))
+    return choice(options)
 
 
 def _readable(converter: Conversion, schema: dict[str, Any], place: Place) -> dict[str, Any]:

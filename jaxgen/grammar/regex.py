@@ -72,13 +72,15 @@ def read_regex(
     characters: Callable[[Ranges], Expression] = Characters,
     *,
     search: bool = False,
+    large: bool = False,
     work: Work | None = None,
 ) -> Expression:
     r"""Parse a pattern for whole strings or, if `search` is True, for strings that contain a match.
 
     `where` names the pattern in messages; `characters` returns the expression for one character in the given ranges.
     If `search` is True, `\d`, `\w`, `\s` and their capital forms match only characters on which Python agrees with
-    JavaScript, because validators of JSON schemas use either.
+    JavaScript, because validators of JSON schemas use either. If `large` is also True, the expression contains all
+    strings in which one of them finds a match, so that the others certainly do not contain one.
 
     Raises:
         InputError: the pattern is not valid or not supported.
@@ -88,19 +90,26 @@ def read_regex(
         raise TypeError(f"a pattern must be a str, got {type(pattern).__name__}")
     if len(pattern) > LONGEST:
         raise InputError(f"{where} has {len(pattern)} characters: at most {LONGEST} are supported")
-    reader = _Reader(pattern, where, characters, search)
+    reader = _Reader(pattern, where, characters, search, large)
     tree = reader.choice(0)
     if reader.place < len(pattern):
         reader.refuse("closes a group that was not opened: escape it, \\)")
-    return Anchored(f"{where} {shown(pattern)}", characters, work or Work()).resolve(tree, search)
+    return Anchored(f"{where} {shown(pattern)}", characters, work or Work(), large).resolve(tree, search)
 
 
 class _Reader:
     """Reader for a pattern, with its current position."""
 
-    def __init__(self, pattern: str, where: str, characters: Callable[[Ranges], Expression], cautious: bool):
+    def __init__(
+        self,
+        pattern: str,
+        where: str,
+        characters: Callable[[Ranges], Expression],
+        cautious: bool,
+        large: bool,
+    ):
         self.pattern, self.where, self.characters, self.cautious = pattern, where, characters, cautious
-        self.large = False  # True where a larger class leads to fewer matches: in negated classes and look-arounds
+        self.large = large  # True where a larger class leads to fewer matches: in negated classes and look-arounds
         flags = _FLAGS.match(pattern)
         self.flags = flags[1] if flags else ""
         self.place = flags.end() if flags else 0
@@ -180,7 +189,8 @@ class _Reader:
         if sign in "^$":
             return Anchor(sign)
         if sign == ".":
-            return self.of(((0, LAST),) if "s" in self.flags else complement(NEWLINES))
+            newlines = ((0x0A, 0x0A),) if self.cautious and self.large else NEWLINES
+            return self.of(((0, LAST),) if "s" in self.flags else complement(newlines))
         return self.of(((ord(sign), ord(sign)),))
 
     def of(self, ranges: Ranges) -> Expression:

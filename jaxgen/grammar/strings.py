@@ -75,16 +75,16 @@ class Strings:
 
     def __init__(self, work: Work):
         self.work = work
-        self.patterns: dict[str, Expression] = {}
+        self.patterns: dict[tuple[str, bool], Expression] = {}
         self.known: dict[Any, Expression] = {}
 
-    def pattern(self, pattern: str, name: str = "the schema") -> Expression:
-        """Return the expression for the contents of strings that contain a match."""
-        if pattern not in self.patterns:
+    def pattern(self, pattern: str, name: str = "the schema", large: bool = False) -> Expression:
+        """Return the expression for the contents of strings that contain a match; `large` is as in `read_regex`."""
+        if (pattern, large) not in self.patterns:
             where = f"the pattern of {name}"
-            tree = read_regex(pattern, where, in_string, search=True, work=self.work)
-            self.patterns[pattern] = difference([tree], [], f"{where}: {pattern}", self.work)
-        return self.patterns[pattern]
+            tree = read_regex(pattern, where, in_string, search=True, large=large, work=self.work)
+            self.patterns[pattern, large] = difference([tree], [], f"{where}: {pattern}", self.work)
+        return self.patterns[pattern, large]
 
     def matches(self, pattern: str, text: str) -> bool:
         """Return True if a string contains a match of a pattern."""
@@ -110,7 +110,7 @@ class Strings:
             return NOTHING
         wanted = [self.pattern(pattern, name) for pattern in dict.fromkeys(patterns)]
         wanted += [_format(known) for known in dict.fromkeys(formats) if known in FORMATS]
-        without = [self.pattern(pattern, name) for pattern in dict.fromkeys(unlike)]
+        without = [self.pattern(pattern, name, large=True) for pattern in dict.fromkeys(unlike)]
         if not wanted and not without and not excluded:
             return Repeat(_character(), low, None if high is None else min(high, max(low, longest)))
         key = frozenset(map(id, wanted)), frozenset(map(id, without)), frozenset(excluded), limits

@@ -5,6 +5,7 @@ import pytest
 
 from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
 from jaxgen.engine.fields import hint, translated
+from jaxgen.errors import JaxgenWarning
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
 from tests.support.letters import PARAMS
 

@@ -268,6 +268,7 @@ def test_one_of_schemas_that_differ(schemas):
         [{"enum": [1, 2, "a"]}, {"enum": [2, 3]}, {"type": "string"}],
         [{"type": "array", "items": {"type": "null"}}, {"type": "array", "minItems": 2}],
         [{"$ref": "#/$defs/s"}, {"anyOf": [{"maxLength": 3}, {"type": "null"}]}],
+        [{"type": "object", "properties": {name: {}}, "additionalProperties": False} for name in "ab"],
     ],
 )
 def test_one_of_schemas_that_overlap(schemas):

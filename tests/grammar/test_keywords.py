@@ -7,6 +7,7 @@ import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jsonschema.validators import validator_for
 
 from jaxgen.errors import InputError, JaxgenWarning
 from jaxgen.grammar.byte_automaton import compile_expression
@@ -170,7 +171,7 @@ CASES = {
 def test_keyword(name):
     schema, possible, wrong = CASES[name]
     automaton = compile_schema(schema)
-    judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
+    judge = validator_for(schema, default=jsonschema.Draft202012Validator)(schema)
     for text in texts(automaton, 40, np.random.default_rng(0)):
         value = json.loads(text)
         assert judge.is_valid(value) or ("nullable" in schema and value is None), text
@@ -261,3 +262,7 @@ def test_no_text_has_a_second_meaning_in_python():
     for pattern in (r"^\D\W\S$", r"^[^\d][^\w][^\s]$", r"^\s$", r"^(?!\d)[^a]$"):
         for text in texts(compile_schema({"type": "string", "pattern": pattern}), 40, np.random.default_rng(0)):
             assert re.search(pattern, json.loads(text)), (pattern, text)
+    for pattern in (r"^.*$", r"\d", r"^\w*$", "^a$", r"^\S"):
+        schema = {"type": "string", "not": {"pattern": pattern}}
+        for text in texts(compile_schema(schema), 40, np.random.default_rng(0)):
+            assert not re.search(pattern, json.loads(text)), (pattern, text)
