@@ -113,6 +113,7 @@ class Converter:
         self.work = Work(MOST_WORK)
         self.strings = Strings(self.work)
         self.references = References(root)
+        self.matches = self.strings.matches
         self.evaluation = Evaluation(self.references, self.sound, self.matches)
         self.overlaps = Overlaps(self.evaluation, self.sound)
         self.known: dict[Any, Expression] = {}
@@ -167,10 +168,6 @@ class Converter:
         self.steps += steps
         if self.steps > MOST_STEPS:
             raise TooLargeError("the schema has too many combinations of alternatives: simplify it")
-
-    def matches(self, pattern: str, text: str) -> bool:
-        """Return True if a string contains a match of a pattern."""
-        return self.strings.matches(pattern, text)
 
     def value(self, schemas: tuple[Any, ...], place: Place) -> Expression:
         """Return the expression for the values that are valid against all schemas."""
@@ -391,7 +388,7 @@ class Converter:
             self.strings.pattern(pattern, name)
         except InputError as error:
             if not self.lenient:
-                raise
+                raise InputError(str(error)) from error  # not a TooLargeError, because smaller limits do not help
             self.leave_out("", str(error))
             return False
         return True
