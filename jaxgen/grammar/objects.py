@@ -18,7 +18,8 @@ def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, 
     """Return the expression for the objects that are valid against all schemas."""
     for i, schema in enumerate(schemas):
         if keywords.FURTHER in schema:
-            return _with_further(converter, schemas[:i] + schemas[i + 1 :], *schema[keywords.FURTHER], place, excluded)
+            known, patterns = schema[keywords.FURTHER]
+            return _with_further(converter, schemas[:i] + schemas[i + 1 :], known, patterns, place, excluded)
     low, high = keywords.bounds(schemas, "Properties")
     if excluded == [{}]:
         low = max(low, 1)
