@@ -18,6 +18,7 @@ PROGRAMS = (
     "profile",
     "replay",
     "scale",
+    "schemas",
     "serving",
     "slots",
     "workarounds",

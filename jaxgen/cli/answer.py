@@ -350,18 +350,19 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     if options.regex is not None:
         keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
-        keywords["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
+        keywords["prefix_allowed_tokens_fn"] = _automaton(options, tokenizer, vocab)
     if cfg.stop_strings is not None:
         StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises an error if a string can never occur
     return keywords
 
 
-def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
-    """Read and compile a JSON schema; error messages include the file's name."""
+def _automaton(options: argparse.Namespace, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
+    """Read and compile the JSON schema; error messages include the file's name."""
+    schema, unsupported = options.json_schema, options.json_schema_unsupported or "error"
     data = read_file(schema, 4 * LONGEST) or b""
     text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
-        return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab)
+        return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab, unsupported=unsupported)
     except InputError as error:
         raise InputError(f"{schema}: {error}") from error
 

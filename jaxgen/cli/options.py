@@ -84,6 +84,8 @@ def _add_sources(command: arguments.Parser) -> None:
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
+    left = "leave out the keywords of --json-schema that cannot be enforced, and list them (default: an error)"
+    add("--json-schema-unsupported", choices=("error", "warn"), help=left)
     away = "the text that --guidance-scale moves away from (default: the last token of the prompt)"
     add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
@@ -199,6 +201,8 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
     """Raise an error for options that cannot be combined."""
     if options.regex is not None and options.json_schema is not None:
         command.error("--regex and --json-schema exclude each other: choose one")
+    if options.json_schema_unsupported is not None and options.json_schema is None:
+        command.error("--json-schema-unsupported is about --json-schema: use that too, or leave it out")
     if options.output is not None and options.input is None:
         command.error("--output is for the answers to --input: use that too, or redirect stdout")
     for name in ("slots", "batch_size"):

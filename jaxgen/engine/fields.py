@@ -15,12 +15,13 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.rng import seed_key
 from jaxgen.errors import ConfigError, InputError, JaxgenError, check_whole, shown
+from jaxgen.grammar.keywords import given
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.text.tokenizer import Tokenizer
 
 SOURCES = ("text", "prompt", "messages", "ids")
 GRAMMARS = ("json_schema", "regex", "allowed")
-FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "metadata")
+FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "unsupported", "metadata")
 # Options of a prompt that are not values in the compiled program.
 OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
 LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
@@ -151,9 +152,12 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
     if "seed" in fields:
         seed = check_whole("seed", fields.pop("seed"), 0, LARGEST_SEED)
         fields["key"] = seed_key(seed) if key_impl in (None, "threefry2x32") else jax.random.key(seed, impl=key_impl)
+    if "unsupported" in fields and "json_schema" not in fields:
+        raise InputError("unsupported is about keywords of a json_schema: pass that too, or leave it out")
+    unsupported = fields.pop("unsupported", "error")
     for name in ("json_schema", "regex"):
         if name in fields:
-            fields["allowed"] = _automaton(name, fields.pop(name), tokenizer, vocab_size)
+            fields["allowed"] = _automaton(name, fields.pop(name), tokenizer, vocab_size, unsupported)
     return fields
 
 
@@ -198,22 +202,28 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-def _automaton(name: str, value: Any, tokenizer: Tokenizer | None, vocab_size: int) -> TokenAutomaton:
+def _automaton(name: str, value: Any, tokenizer: Tokenizer | None, vocab_size: int, unsupported: Any) -> TokenAutomaton:
     if tokenizer is None:
         raise InputError(f"{name} needs a tokenizer: pass tokenizer=")
-    if not isinstance(value, str | Mapping) or (name == "regex" and not isinstance(value, str)):
-        raise TypeError(f"{name} must be {'a string' if name == 'regex' else 'a JSON schema'}, got {shown(value)}")
+    if name == "regex" and not isinstance(value, str):
+        raise TypeError(f"regex must be a string, got {shown(value)}")
+    if not isinstance(value, str | Mapping):
+        try:
+            value = given(value)
+        except TypeError as error:
+            raise TypeError(f"{name} must be a JSON schema, got {shown(value)}") from error
     try:
         text = value if isinstance(value, str) else json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{name} must be a JSON schema: {error}") from error
     try:
-        return _compiled(name, text, tokenizer, vocab_size)
+        return _compiled(name, text, tokenizer, vocab_size, str(unsupported))
     except JaxgenError as error:
         raise type(error)(f"{name}: {error}") from error
 
 
 @functools.lru_cache(maxsize=_COMPILED)
-def _compiled(name: str, text: str, tokenizer: Tokenizer, vocab_size: int) -> TokenAutomaton:
-    build = TokenAutomaton.from_regex if name == "regex" else TokenAutomaton.from_json_schema
-    return build(text, tokenizer, vocab_size=vocab_size)
+def _compiled(name: str, text: str, tokenizer: Tokenizer, vocab_size: int, unsupported: Any) -> TokenAutomaton:
+    if name == "regex":
+        return TokenAutomaton.from_regex(text, tokenizer, vocab_size=vocab_size)
+    return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab_size, unsupported=unsupported)

@@ -8,12 +8,24 @@ expression with a huge automaton is rejected early. The error names the part tha
 from __future__ import annotations
 
 import collections
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.expression import Alternatives, Characters, Expression, Members, Part, Repeat, Sequence, Text
+from jaxgen.grammar.expression import (
+    Alternatives,
+    Characters,
+    Compiled,
+    Expression,
+    Members,
+    Part,
+    Repeat,
+    Sequence,
+    Text,
+)
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
@@ -24,6 +36,10 @@ WORK = 2_000_000  # maximum number of states and transitions visited while build
 HIGHEST = 400  # maximum depth of nested expressions
 MANY = 16  # for a repetition with `high >= MANY`, error messages name the enclosing part, not a part of the repetition
 MINIMIZE_WORK = 20_000_000  # maximum number of transitions compared; beyond this number, states are not merged
+
+
+class TooLargeError(InputError):
+    """An automaton, or what it is made from, is too large."""
 
 
 class ByteAutomaton(NamedTuple):
@@ -37,21 +53,44 @@ class ByteAutomaton(NamedTuple):
     start: int
 
 
+class Work:
+    """Number of states and transitions that may still be visited. Several constructions can share one limit."""
+
+    def __init__(self, most: int = WORK):
+        self.left = most
+
+    def spend(self, number: int, name: str) -> None:
+        """Count visited states and transitions of the part named `name`."""
+        self.left -= number
+        if self.left < 0:
+            refuse_size(name)
+
+
 def compile_expression(expression: Expression, name: str = "the pattern") -> ByteAutomaton:
     """Compile an expression; error messages refer to it by `name`.
 
     Raises:
         InputError: the expression matches nothing, or its automaton is too large.
     """
+    automaton = automaton_of(expression, name, Work())
+    if automaton is None:
+        raise InputError(f"{name} matches no text, so nothing could be generated")
+    return automaton
+
+
+def automaton_of(expression: Expression, name: str, work: Work) -> ByteAutomaton | None:
+    """Return the minimal automaton, or None if the expression matches nothing."""
     if expression.height > HIGHEST:
         raise InputError(f"{name} is nested too deeply: simplify it")
     if expression.size > NFA_STATES:
-        _refuse_size(_largest(expression, name))
-    automaton = _determinized(expression, name)
+        refuse_size(_largest(expression, name))
+    return useful_part(ByteAutomaton(*_determinized(expression, name, work)))
+
+
+def useful_part(automaton: ByteAutomaton) -> ByteAutomaton | None:
+    """Remove useless states and merge equivalent states; return None if the automaton accepts nothing."""
     useful = useful_states(*automaton)
-    if not useful.any():
-        raise InputError(f"{name} matches no text, so nothing could be generated")
-    return _minimized(ByteAutomaton(*restricted(*automaton, useful)))
+    return _minimized(ByteAutomaton(*restricted(*automaton, useful))) if useful[automaton.start] else None
 
 
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
@@ -110,8 +149,9 @@ def _largest(expression: Expression, name: str) -> str:
     return name
 
 
-def _refuse_size(name: str) -> NoReturn:
-    raise InputError(
+def refuse_size(name: str) -> NoReturn:
+    """Raise an error about the part that makes an automaton too large."""
+    raise TooLargeError(
         f"{name} is too large: an automaton may have {STATES} states; lower its limits, or split or simplify it"
     )
 
@@ -163,6 +203,13 @@ class _Nfa:
                 for item in items:
                     self.jumps[self.add(item, start)].append(end)
                 return end
+            case Compiled(moves, accepting):
+                new = [self.jump(start), *(self.state() for _ in moves[1:]), self.state()]
+                for state, targets in zip(new, moves, strict=False):
+                    self.moves[state] += [(first, last, new[target]) for first, last, target in targets]
+                for state in accepting:
+                    self.jumps[new[state]].append(new[-1])
+                return new[-1]
             case Repeat():
                 return self.repeat(expression, start)
             case Members():
@@ -196,48 +243,65 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add members. In state `before`, no member has been read; in `after`, the next member needs a separator."""
-        before: int | None = start
-        after = self.state()
+        """Add members. `levels[n]` is the state after n members, of which the last may also stand for more."""
+        top, more = expression.counts()
+        levels: list[int | None] = [start, *(self.state() for _ in range(top))]
         for item, needed in expression.items:
-            begin = self.jump(self.add(expression.separator, after))
-            if before is not None:
-                self.jumps[before].append(begin)
-            following = self.jump(self.add(item, begin))
-            if needed:
-                before = None
-            else:
-                self.jumps[after].append(following)
-            after = following
-        if before is not None:
-            self.jumps[before].append(after)
-        return after
+            following: list[int | None] = [None if needed else level for level in levels]
+            for count, begin in self._beginnings(levels, more, expression.separator).items():
+                end = self.jump(self.add(item, begin))
+                if not needed and (level := levels[count]) is not None:
+                    self.jumps[level].append(end)
+                following[count] = end
+            levels = following
+        if expression.further is not None:
+            levels = [level if level is None else self.jump(level) for level in levels]
+            for count, begin in self._beginnings(levels, more, expression.separator).items():
+                level = levels[count]
+                level = levels[count] = self.state() if level is None else level
+                self.jumps[self.add(expression.further, begin)].append(level)
+        end = self.state()
+        for level in levels[expression.low :]:
+            if level is not None:
+                self.jumps[level].append(end)
+        return end
+
+    def _beginnings(self, levels: list[int | None], more: bool, separator: Expression) -> dict[int, int]:
+        """Return the state in which the next member begins, for each number of members that there are then."""
+        begins: dict[int, int] = {}
+        for count, level in enumerate(levels):
+            following = min(count + 1, len(levels) - 1) if more else count + 1
+            if level is None or following == len(levels):
+                continue
+            begin = begins.setdefault(following, self.state())
+            self.jumps[level if count == 0 else self.add(separator, level)].append(begin)
+        return begins
 
 
-def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+def _determinized(expression: Expression, name: str, work: Work) -> tuple[np.ndarray, np.ndarray, int]:
     """Construct the deterministic automaton (subset construction); return its table, accepting states and start."""
     nfa = _Nfa(name)
     start = nfa.state()
     final = nfa.add(expression, start)
     cuts = sorted({0, BYTES, *(cut for moves in nfa.moves for first, last, _ in moves for cut in (first, last + 1))})
     kind = {cut: number for number, cut in enumerate(cuts)}
-    moves = [[(range(kind[first], kind[last + 1]), target) for first, last, target in row] for row in nfa.moves]
+    moves = [[(kind[first], kind[last + 1], target) for first, last, target in row] for row in nfa.moves]
 
     sets: list[tuple[int, ...]] = []
     number: dict[tuple[int, ...], int] = {}
     closures: dict[tuple[int, ...], int] = {}
-    work = 0
+    spent = 0
 
     def closure(begin: tuple[int, ...]) -> int:
         """Follow jumps from `begin` to the states that read bytes or accept; return the index of this set in `sets`."""
-        nonlocal work
+        nonlocal spent
         if begin not in closures:
             seen, rest = set(begin), list(begin)
             while rest:
                 new = [target for target in nfa.jumps[rest.pop()] if target not in seen]
                 seen.update(new)
                 rest += new
-            work += len(seen)
+            spent += len(seen)
             states = tuple(sorted(one for one in seen if moves[one] or one == final))
             closures[begin] = number.setdefault(states, len(sets))
             if len(number) > len(sets):
@@ -247,25 +311,41 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     rows = []
     closure((start,))
     for states in sets:
-        targets: dict[int, list[int]] = collections.defaultdict(list)
-        for state in states:
-            for kinds, target in moves[state]:
-                work += len(kinds)
-                for one in kinds:
-                    targets[one].append(target)
-        row = np.full(len(cuts) - 1, -1, np.int32)
-        groups: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
-        for one, reached in targets.items():
-            groups[tuple(reached)].append(one)
-        for reached, kinds in groups.items():
-            row[kinds] = closure(reached)
+        row = [-1] * (len(cuts) - 1)
+        pieces = [move for state in states for move in moves[state]]
+        spent += len(pieces)
+        if len(pieces) == 1:
+            [(low, high, target)] = pieces
+            row[low:high] = [closure((target,))] * (high - low)
+        else:
+            for low, high, targets in _segments(pieces):
+                spent += len(targets)
+                row[low:high] = [closure(targets)] * (high - low)
         rows.append(row)
-        if len(sets) > STATES or work > WORK:
+        if len(sets) > STATES or spent > work.left:
             often = collections.Counter(nfa.parts[state] for states in sets[-1000:] for state in states)
-            _refuse_size(often.most_common(1)[0][0])
-    table = np.stack(rows)
+            refuse_size(often.most_common(1)[0][0])
+    work.left -= spent
+    table = np.array(rows, np.int32)
     accepting = np.array([final in states for states in sets])
     return np.repeat(table, np.diff(cuts), axis=1), accepting, 0
+
+
+def _segments(pieces: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Split ranges (first, end, target) where one of them begins or ends; yield segments with the targets of each."""
+    changes: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+    for low, high, target in pieces:
+        changes[low].append((target, 1))
+        changes[high].append((target, -1))
+    active: dict[int, int] = {}
+    ends = sorted(changes)
+    for low, high in itertools.pairwise(ends):
+        for target, change in changes[low]:
+            active[target] = active.get(target, 0) + change
+            if not active[target]:
+                del active[target]
+        if active:
+            yield low, high, tuple(sorted(active))
 
 
 def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:

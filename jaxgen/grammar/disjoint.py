@@ -1,155 +1,99 @@
-"""Detection of disjoint schemas. If no value is valid against two alternatives, oneOf is equivalent to anyOf.
-
-All answers are conservative: if in doubt, schemas are assumed to overlap.
-"""
+"""Detection of disjoint schemas, so that `oneOf` needs no negation of alternatives that exclude each other anyway."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import math
+from collections.abc import Callable
 from typing import Any
 
-from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
+from jaxgen.grammar.byte_automaton import TooLargeError
+from jaxgen.grammar.evaluation import Evaluation
 
-MOST = 200_000  # maximum number of comparisons between two schemas, or between a value and a schema
-ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # only an allOf of a single schema is supported
+MOST = 60_000  # maximum number of comparisons between two schemas
 
 
 class Overlaps:
-    """Comparisons between the parts of one schema. The schema must already have been checked."""
+    """Comparisons between the parts of one schema."""
 
-    def __init__(self, root: Any):
-        self.root = root
+    def __init__(self, evaluation: Evaluation, sound: Callable[[Any], Any]):
+        self.evaluation, self.sound = evaluation, sound
         self.known: dict[tuple[int, int], bool] = {}
-        self.keys: dict[int, set[str]] = {}  # the keys of each schema's literals
-        self.compared = 0
+        self.compared = self.depth = 0
 
     def excludes(self, one: Any, other: Any) -> bool:
-        """Return True if no text generated for `one` is valid against `other`."""
-        one, other = self.resolved(one), self.resolved(other)
+        """Return True if certainly no value is valid against both schemas."""
         pair = id(one), id(other)
         if pair not in self.known:
-            self.known[pair] = False  # the answer if recursion leads back to this pair
-            self.known[pair] = self._compare(one, other)
+            self.compared += 1
+            if self.compared > MOST:
+                raise TooLargeError("the schema's oneOf has too many alternatives to compare: use anyOf")
+            self.known[pair] = False  # the answer if recursion leads back to this pair, or too deep
+            if self.depth < keywords.DEEPEST:
+                self.depth += 1
+                self.known[pair] = self._compare(one, other)
+                self.depth -= 1
         return self.known[pair]
 
-    def _count(self) -> None:
-        self.compared += 1
-        if self.compared > MOST:
-            raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
-
-    def resolved(self, schema: Any) -> Any:
-        """Return the schema at the end of a chain of references."""
-        while isinstance(schema, dict) and "$ref" in schema:
-            self._count()
-            schema = keywords.target(self.root, schema["$ref"], "")
-        return schema
-
     def _compare(self, one: Any, other: Any) -> bool:
-        self._count()
-        if _is_free(one) or _is_free(other):
-            return False
-        for keyword in ALTERNATIVES:
-            if keyword in one:
-                return all(self.excludes(part, other) for part in one[keyword])
-        for keyword in ALTERNATIVES:
-            if keyword in other:
-                return all(self.excludes(one, part) for part in other[keyword])
-        if _has_literals(one):
-            return not any(self.may_be(value, other) for value in keywords.literals(one))
-        if _has_literals(other):
-            return not any(self.may_be(value, one) for value in keywords.literals(other))
-        pairs = itertools.product(keywords.types(one), _valid_types(other))
-        return all(self.differ(first, second, one, other) for first, second in pairs)
+        if isinstance(one, bool) or isinstance(other, bool):
+            return one is False or other is False
+        one, other = self.sound(one), self.sound(other)
+        return self._within(one, other) or self._within(other, one) or self._differ(one, other)
 
-    def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True if schema `one` generates no value of type `first` that `other` accepts as type `second`."""
-        if first != second:
-            return {first, second} != {"integer", "number"}
-        if first == "integer":
-            return _apart(keywords.integer_bounds(one), keywords.integer_bounds(other))
-        if first == "string":
-            return _apart(keywords.bounds(one, "Length"), keywords.bounds(other, "Length"))
-        if first == "array":
-            prefix = one.get("prefixItems", [])
-            sizes = (len(prefix), len(prefix)) if prefix else keywords.bounds(one, "Items")
-            pairs = zip(prefix, other.get("prefixItems", []), strict=False)
-            return _apart(sizes, keywords.bounds(other, "Items")) or any(self.excludes(*pair) for pair in pairs)
-        return first == "object" and self._objects_differ(one, other)
+    def _within(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return True if the parts or the literals of `one` exclude `other`."""
+        if "$ref" in one and self.excludes(self.evaluation.references.target(one), other):
+            return True
+        if "$ref" in one and self.evaluation.references.old:
+            return False
+        if any(self.excludes(part, other) for part in one.get("allOf", [])):
+            return True
+        if any(all(self.excludes(part, other) for part in one[name]) for name in ("anyOf", "oneOf") if name in one):
+            return True
+        values = keywords.literals(one)
+        return values is not None and all(self.evaluation.holds(value, other) is False for value in values)
+
+    def _differ(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        if self.evaluation.references.old and ("$ref" in one or "$ref" in other):
+            return False
+        if "nullable" in one or "nullable" in other:
+            return False
+        common = [name for name in keywords.types(one) if _is_type(name, keywords.types(other))]
+        return all(self._differ_as(name, one, other) for name in common)
+
+    def _differ_as(self, kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return True if no value of a type is valid against both schemas."""
+        both = [one, other]
+        if kind in ("integer", "number"):
+            low, high = keywords.limits(both)
+            return (
+                low is not None and high is not None and (low[0] > high[0] or (low[0] == high[0] and low[1] | high[1]))
+            )
+        if kind == "string":
+            return _is_empty(keywords.bounds(both, "Length"))
+        if kind == "array":
+            least = keywords.bounds(both, "Items")[0]
+            pairs = zip(keywords.items(one)[0][:least], keywords.items(other)[0][:least], strict=False)
+            return _is_empty(keywords.bounds(both, "Items")) or any(self.excludes(*pair) for pair in pairs)
+        return kind == "object" and self._objects_differ(one, other)
 
     def _objects_differ(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        ours, needed = keywords.members(one)
-        theirs, required = keywords.members(other)
-        if ours is None:
-            return one.get("additionalProperties") is False and bool(required)
-        if any(name not in ours for name in required):
+        if _is_empty(keywords.bounds([one, other], "Properties")):
             return True
-        if other.get("additionalProperties") is False and any(name not in (theirs or {}) for name in needed):
-            return True
-        shared = [name for name in ours if name in (theirs or {}) and (name in needed or name in required)]
-        return any(self.excludes(ours[name], (theirs or {})[name]) for name in shared)
-
-    def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
-        """Return True if a value may be valid against a schema, and False only if the value is certainly not valid."""
-        self._count()
-        schema = self.resolved(schema)
-        if _is_free(schema) or depth > keywords.DEEPEST:
-            return True
-        for keyword in ALTERNATIVES:
-            if keyword in schema:
-                return any(self.may_be(value, part, depth + 1) for part in schema[keyword])
-        if _has_literals(schema):
-            if id(schema) not in self.keys:
-                self.keys[id(schema)] = {_key(literal) for literal in keywords.literals(schema)}
-            return _key(value) in self.keys[id(schema)]
-        if not any(name in _valid_types(schema) for name in keywords.types_of(value)):
-            return False
-        if isinstance(value, int) and not isinstance(value, bool) and "integer" in _valid_types(schema):
-            return not _apart((value, value), keywords.integer_bounds(schema))
-        if isinstance(value, str):
-            return not _apart((len(value), len(value)), keywords.bounds(schema, "Length"))
-        if isinstance(value, list):
-            if _apart((len(value), len(value)), keywords.bounds(schema, "Items")):
-                return False
-            pairs = zip(value, schema.get("prefixItems", []), strict=False)
-            return all(self.may_be(*pair, depth + 1) for pair in pairs)
-        if isinstance(value, dict):
-            properties, required = keywords.members(schema)
-            known = properties or {}
-            if any(name not in value for name in required):
-                return False
-            if schema.get("additionalProperties") is False and any(name not in known for name in value):
-                return False
-            return all(self.may_be(part, known[name], depth + 1) for name, part in value.items() if name in known)
-        return True
+        needed = dict.fromkeys([*one.get("required", []), *other.get("required", [])])
+        of_member = self.evaluation.of_member
+        return any(
+            self.excludes(part, theirs)
+            for name in needed
+            for part, theirs in itertools.product(of_member(name, one), of_member(name, other))
+        )
 
 
-def _is_free(schema: Any) -> bool:
-    return not isinstance(schema, dict) or all(name in keywords.ANNOTATIONS or name == "$id" for name in schema)
+def _is_type(name: str, names: list[str]) -> bool:
+    return name in names or (name == "integer" and "number" in names) or (name == "number" and "integer" in names)
 
 
-def _valid_types(schema: dict[str, Any]) -> list[str]:
-    """Return the types of valid values. Without `type`, all types are valid, although only some are generated."""
-    return keywords.types(schema) if "type" in schema else list(keywords.OF_TYPE)
-
-
-def _has_literals(schema: dict[str, Any]) -> bool:
-    return "const" in schema or "enum" in schema
-
-
-def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | None]) -> bool:
-    """Return True if no number is in both ranges; None means no bound. Neither range may be empty."""
-    lows = [low for low, _ in (one, other) if low is not None]
-    highs = [high for _, high in (one, other) if high is not None]
-    return max(lows, default=-math.inf) > min(highs, default=math.inf)
-
-
-def _key(value: Any) -> str:
-    """Return a string that is the same for values that JSON Schema considers equal.
-
-    JSON Schema considers 1 and 1.0 equal, but not 1 and true. Integers are read as floats, as in many programs, so
-    different large integers may become equal.
-    """
-    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
+def _is_empty(limits: tuple[int, int | None]) -> bool:
+    low, high = limits
+    return high is not None and low > high

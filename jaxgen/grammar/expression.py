@@ -31,9 +31,9 @@ class Expression:
         match self:
             case Sequence(items) | Alternatives(items):
                 return list(items)
-            case Members(items):
-                return [item for item, _ in items]
-            case Part(_, item) | Repeat(item):
+            case Members(items, _, further):
+                return [item for item, _ in items] + ([] if further is None else [further])
+            case Part(_, item) | Repeat(item) | Look(item):
                 return [item]
         return []
 
@@ -59,6 +59,20 @@ class Text(Expression):
 
     def _count(self) -> int:
         return len(self.text)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled(Expression):
+    """The strings of a deterministic automaton over bytes, which begins in state 0.
+
+    `moves` contains the transitions of each state, as tuples (first byte, last byte, target).
+    """
+
+    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    accepting: frozenset[int]
+
+    def _count(self) -> int:
+        return 1 + len(self.moves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,13 +108,25 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Members(Expression):
-    """Expressions in a fixed order, some of them optional, with separators between the expressions that are present."""
+    """Expressions in a fixed order, some of them optional, with separators between the expressions that are present.
+
+    After them, `further` may occur any number of times. In all, `low` to `high` expressions must be present.
+    """
 
     items: tuple[tuple[Expression, bool], ...]
     separator: Expression
+    further: Expression | None = None
+    low: int = 0
+    high: int | None = None
+
+    def counts(self) -> tuple[int, bool]:
+        """Return the largest number of members that is counted, and True if that number also stands for more."""
+        return (max(self.low, 1), True) if self.high is None else (self.high, False)
 
     def _count(self) -> int:
-        return 1 + sum(item.size + self.separator.size + 2 for item, _ in self.items)
+        parts = [item for item, _ in self.items] + ([] if self.further is None else [self.further])
+        top = self.counts()[0]
+        return 2 + top + top * sum(part.size + self.separator.size + 2 for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +134,15 @@ class Anchor(Expression):
     """An anchor in a pattern, `^` or `$`, which is removed before compilation."""
 
     sign: str
+
+
+@dataclass(frozen=True, eq=False)
+class Look(Expression):
+    """A look-ahead or look-behind in a pattern, which is resolved before compilation."""
+
+    item: Expression
+    ahead: bool
+    negated: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +163,9 @@ def sequence(*items: Expression | str) -> Expression:
 
 
 def choice(items: Iterable[Expression | str]) -> Expression:
-    """Return an alternation of expressions, or the expression itself if there is only one; a str matches itself."""
-    options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
-    return options[0] if len(options) == 1 else Alternatives(options)
+    """Return an alternation of expressions, without those that are NOTHING; a str matches itself literally."""
+    options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items if item is not NOTHING)
+    return options[0] if len(options) == 1 else Alternatives(options) if options else NOTHING
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:

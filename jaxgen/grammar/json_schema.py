@@ -1,256 +1,444 @@
 """Conversion of a JSON schema to an expression that matches only texts valid against the schema.
 
-Schemas that an expression cannot represent are rejected, so every generated text is valid. Not every valid text is
-generated: strings have no \\u escapes where another spelling exists, members appear in the schema's order, and patterns
-match whole strings. Free-form values nest at most two levels deep. Recursive schemas end after `LEVELS` levels: at that
-depth, a reference matches nothing, so optional members and items are left out.
+A part of the text has to be valid against several schemas at once: those of `allOf`, of a reference and the keywords
+beside it, of a chosen alternative. They are collected first, and then converted together, type by type.
+
+What an expression cannot represent is refused or, if the caller agrees, left out; so every generated text is valid
+against the rest. Not every valid text is generated: strings have no \\u escapes where another spelling exists, and
+members appear in the schema's order. Free-form values nest at most two levels deep. Recursive schemas end after
+`LEVELS` levels: at that depth, a reference matches nothing, so optional members and items are left out.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-import itertools
-import json
-from typing import Any, NamedTuple, NoReturn
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, shown, warn
 from jaxgen.grammar import keywords
+from jaxgen.grammar.arrays import array
+from jaxgen.grammar.byte_automaton import TooLargeError, Work
 from jaxgen.grammar.disjoint import Overlaps
+from jaxgen.grammar.evaluation import Evaluation, dependents
 from jaxgen.grammar.expression import (
-    EMPTY,
     NOTHING,
     Characters,
     Expression,
-    Members,
     Part,
     Repeat,
-    Text,
     choice,
     common,
     complement,
     sequence,
     union,
 )
-from jaxgen.grammar.formats import FORMATS
-from jaxgen.grammar.integers import integer_range
+from jaxgen.grammar.joint import Choice, Joint, Place
+from jaxgen.grammar.negation import negated
+from jaxgen.grammar.numbers import NUMBER, numbers
+from jaxgen.grammar.objects import object_
 from jaxgen.grammar.references import References
 from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.strings import Strings, any_string, literal, named
 from jaxgen.grammar.utf8 import Ranges
 
 FREE_DEPTH = 2
 LEVELS = 3  # maximum number of levels of a recursive schema
 MOST_VALUES = 20_000
-INTEGER = "-?(?:0|[1-9][0-9]*)"
-SCALARS = {
-    "boolean": "true|false",
-    "null": "null",
-    "integer": INTEGER,
-    "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
-}
-ESCAPED = '"\\/bfnrt'  # characters that may follow a backslash
-UNPRINTABLE = ((0x7F, 0x9F),)  # control characters valid in JSON, generated only if a pattern or literal includes them
-MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
+MOST_STEPS = 100_000  # maximum number of schemas that are looked at for one value, over all values
+MOST_CHOICES = 64  # maximum number of choices, such as anyOf, for one value
+MOST_WORK = 4_000_000  # states and transitions visited while strings and numbers are compiled
+# If an expression is larger than this, longer strings and lists and deeper levels are left out.
+COMFORTABLE = 2**15
+SIZES = ((3000, FREE_DEPTH, LEVELS), (300, FREE_DEPTH, LEVELS), (100, 1, 2), (10, 0, 1))
 
 
 def read_schema(
-    schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
+    schema: Any,
+    whitespace_pattern: str | None = None,
+    *,
+    name: str = "the schema",
+    unsupported: Literal["error", "warn"] = "error",
+    left_out: list[str] | None = None,
 ) -> Expression:
-    """Return the expression for the texts that are valid against `schema`, which is a dict or a JSON string.
+    """Return the expression for the texts that are valid against `schema`.
 
-    docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
-    None means "[ ]?". Error messages name a part of the schema by its path from `name`.
+    `schema` is a dict, a JSON string, or a pydantic class or TypeAdapter. docs/constrained.md lists the supported
+    keywords. `whitespace_pattern` matches the whitespace between JSON's tokens; None means "[ ]?". Error messages name
+    a part of the schema by its path from `name`.
+
+    With `unsupported="warn"`, keywords that cannot be enforced are left out. One warning lists them; if `left_out` is
+    given, they are added to that list instead.
 
     Raises:
-        InputError: the schema is not valid, or uses an unsupported keyword.
-        TypeError: `schema` is neither a dict nor a str.
+        InputError: the schema is not valid, or uses a keyword that cannot be enforced.
+        TypeError: `schema` is none of the above.
     """
-    if not isinstance(schema, dict | str):
-        raise TypeError(f"a JSON schema must be a dict or its text, got {type(schema).__name__}")
-    root = keywords.plain(schema)
+    if unsupported not in ("error", "warn"):
+        raise InputError(f"unsupported must be 'error' or 'warn', got {shown(unsupported)}")
+    root = keywords.plain(keywords.given(schema))
+    if not isinstance(root, bool | dict):
+        keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    return _Converter(root, space).value(root, _Place(name, (id(root),)))
+    sizes, exclusive = [*SIZES], True
+    while sizes:
+        converter = Converter(root, space, unsupported == "warn", *sizes.pop(0))
+        try:
+            converter.exclusive = exclusive
+            expression = converter.value((root,), Place(name, (id(root),)))
+        except TooLargeError:
+            if not sizes and not (exclusive and unsupported == "warn"):
+                raise
+            exclusive = exclusive and bool(sizes)
+            sizes = [SIZES[-1]]
+            continue
+        if expression.size <= COMFORTABLE:
+            break
+    if left_out is not None:
+        left_out += converter.left_out
+    elif converter.left_out:
+        warn(f"left out of the schema, and not enforced: {'; '.join(converter.left_out)}")
+    return expression
 
 
-class _Place(NamedTuple):
-    """Location of a schema: its name in messages, the ids of the referenced parts that lead to it, and its depth."""
-
-    name: str
-    refs: tuple[int, ...] = ()
-    depth: int = 0
-
-    def inside(self, *names: str | int) -> _Place:
-        return _Place(keywords.inside(self.name, *names), self.refs, self.depth + 1)
-
-    def refuse(self, reason: str) -> NoReturn:
-        keywords.refuse(self.name, reason)
-
-
-class _Converter:
+class Converter:
     """Converter for the parts of one schema."""
 
-    def __init__(self, root: Any, space: Expression):
-        self.root, self.space = root, space
+    def __init__(self, root: Any, space: Expression, lenient: bool, longest: int, free_depth: int, levels: int):
+        self.space, self.lenient = space, lenient
+        self.exclusive = True  # False if a oneOf is read as anyOf
+        self.longest, self.free_depth, self.levels = longest, free_depth, levels
         self.comma = sequence(space, ",", space)
-        self.known: dict[Any, Expression] = {}  # keyed by reference, or by depth for free-form values
-        self.references, self.overlaps = References(root), Overlaps(root)
-        self.values = 0
+        self.work = Work(MOST_WORK)
+        self.strings = Strings(self.work)
+        self.references = References(root)
+        self.matches = self.strings.matches
+        self.evaluation = Evaluation(self.references, self.sound, self.matches)
+        self.overlaps = Overlaps(self.evaluation, self.sound)
+        self.known: dict[Any, Expression] = {}
+        self.clean: dict[int, tuple[Any, dict[str, Any]]] = {}  # each part, and the part without what is left out
+        self.made: dict[Any, Any] = {}  # schemas that are not in the given one; stored so that their ids stay unique
+        self.names: dict[int, str] = {}
+        self.left_out: list[str] = []
+        self.values = self.steps = 0
 
-    def value(self, schema: Any, place: _Place) -> Expression:
+    def leave_out(self, name: str, reason: str) -> None:
+        """Raise an error about a keyword or, if the caller agrees, note that it is left out."""
+        if not self.lenient:
+            keywords.refuse(
+                name,
+                f"{reason}. Leave it out and check the value afterwards, or pass unsupported='warn'"
+                if reason.startswith(" has ") and "nothing" not in reason else reason,
+            )  # fmt: skip
+        if (message := name + reason) not in self.left_out:
+            self.left_out.append(message)
+
+    def sound(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema without the keywords that are unknown, unsupported or invalid."""
+        if id(schema) not in self.clean:
+            name, wrong = self.names.get(id(schema), "the schema"), set()
+            for keyword, reason in keywords.faults(schema):
+                self.leave_out(name, reason)
+                wrong.add(keyword)
+            if "$ref" in schema and "$ref" not in wrong:
+                try:
+                    target = self.references.target(schema)
+                    if not keywords.is_schema(target):
+                        keywords.refuse(keywords.bare(schema["$ref"]), f" must be an object, got {shown(target)}")
+                except InputError as error:
+                    self.leave_out(name, str(error))
+                    wrong.add("$ref")
+            kept = {keyword: part for keyword, part in schema.items() if keyword not in wrong} if wrong else schema
+            for keyword, reason in [*keywords.conflicts(kept)]:
+                self.leave_out(name, reason)
+                kept = _without(kept, keyword)
+            for keyword, key, part in [*keywords.parts(kept)]:
+                if not keywords.is_schema(part):
+                    where = keywords.inside(name, keyword, key)
+                    self.leave_out(where, f" must be an object, or true for any value, got {shown(part)}")
+                    whole: Any = copy.copy(kept[keyword])
+                    whole[key] = True
+                    kept = kept | {keyword: whole}
+            self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
+        return self.clean[id(schema)][1]
+
+    def spend(self, steps: int) -> None:
+        """Count steps of the conversion."""
+        self.steps += steps
+        if self.steps > MOST_STEPS:
+            raise TooLargeError("the schema has too many combinations of alternatives: simplify it")
+
+    def value(self, schemas: tuple[Any, ...], place: Place) -> Expression:
+        """Return the expression for the values that are valid against all schemas."""
         if place.depth > keywords.DEEPEST:
             raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
-        self.values += 1
-        if self.values > MOST_VALUES:
-            raise InputError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
-        if schema is True:
-            return self.free(FREE_DEPTH)
-        if not isinstance(schema, dict):
-            place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
-        given = [name for name in schema if name not in keywords.ANNOTATIONS]
-        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # a nested $id redefines references
-            given.remove("$id")
-        decisive = next((name for name in keywords.COMPANIONS if name in schema), None)
-        if decisive is not None:
-            keywords.check(given, f"{decisive} {keywords.COMPANIONS[decisive]}", place.name)
-        elif not given:
-            return self.free(FREE_DEPTH)
-        if decisive == "$ref":
-            return self.reference(schema["$ref"], place)
-        if decisive in ("const", "enum"):
-            return choice(_literal(value) for value in keywords.literals(schema, place.name))
-        if decisive is not None:
-            return self.alternatives(schema, decisive, place)
-        names = keywords.types(schema, place.name)
-        keywords.check(given, " ".join(["type", *(keywords.OF_TYPE[name] for name in names)]), place.name)
-        return Part(place.name, choice([self.of_type(name, schema, place) for name in names]))
-
-    def reference(self, name: Any, place: _Place) -> Expression:
-        target = keywords.target(self.root, name, place.name)
-        if place.refs.count(id(target)) >= LEVELS:
-            return NOTHING
-        cycle = self.references.cycle(target)
-        levels = collections.Counter(part for part in place.refs if part in cycle)
-        key = id(target), frozenset(levels.items())
+        key = self.key(schemas, place)
         if key not in self.known:
-            inner = _Place(keywords.bare(name), (*place.refs, id(target)), place.depth + 1)
-            self.known[key] = self.value(target, inner)
+            joint = self.join(Joint(place), schemas)
+            self.known[key] = NOTHING if joint is None else self.joint(joint)
         return self.known[key]
 
-    def alternatives(self, schema: dict[str, Any], keyword: str, place: _Place) -> Expression:
-        schemas = keywords.items(schema, keyword, place.name)
-        if keyword == "allOf" and len(schemas) > 1:
-            place.refuse(f" has allOf of {len(schemas)} schemas: merge them into one")
-        values = [self.value(part, place.inside(keyword, i)) for i, part in enumerate(schemas)]
-        if keyword == "oneOf":
-            for (i, one), (j, other) in itertools.permutations(enumerate(schemas), 2):
-                if not self.overlaps.excludes(one, other):
-                    place.refuse(
-                        f" has a oneOf in which a value of schema {i} may also be valid against schema {j}: use anyOf, "
-                        "or tell them apart by their types, a const or required properties"
-                    )
-        return choice(values)
+    def key(self, schemas: tuple[Any, ...], place: Place) -> Any:
+        """Return a key that is the same for values with the same expression."""
+        first = schemas[0] if len(schemas) == 1 else None
+        refs = place.refs
+        if (
+            isinstance(first, dict)
+            and isinstance(first.get("$ref"), str)
+            and not keywords.SUPPORTED & first.keys() - {"$ref"}
+        ):
+            target = self.references.target(self.sound(first)) if "$ref" in self.sound(first) else None
+            if isinstance(target, dict):
+                cycle = self.references.cycle(target)
+                refs = tuple(part for part in refs if part in cycle)
+                schemas = (target, "$ref")
+        identities = tuple(part if isinstance(part, bool | str) else id(part) for part in schemas)
+        return identities, frozenset(collections.Counter(refs).items())
 
-    def of_type(self, name: str, schema: dict[str, Any], place: _Place) -> Expression:
-        if name == "string":
-            return _string(schema, place)
-        if name == "array":
-            return self.array(schema, place)
-        if name == "object":
-            return self.object(schema, place)
-        if name in ("integer", "number") and any(bound in schema for bound in keywords.BOUNDS):
-            low, high = keywords.integer_bounds(schema, place.name)
-            if name == "number":
-                place.refuse(
-                    " has bounds of numbers, which only the type integer may have: leave them out and check the value"
+    def join(self, joint: Joint, schemas: Iterable[Any], path: frozenset[int] = frozenset()) -> Joint | None:
+        """Add schemas to those that must hold; return None if nothing satisfies them.
+
+        `path` contains the ids of the schemas around them. A schema that leads back to itself holds for nothing.
+        """
+        rest = [(schema, path) for schema in schemas]
+        while rest:
+            schema, path = rest.pop(0)
+            self.values += 1
+            if self.values > MOST_VALUES:
+                raise TooLargeError(
+                    f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it"
                 )
-            return integer_range(low, high)
-        return _scalar(name)
+            place = joint.place
+            if schema is True:
+                continue
+            if schema is False:
+                return None
+            if id(schema) in path:
+                return None
+            if id(schema) in joint.seen:
+                continue
+            joint.seen.add(id(schema))
+            path = path | {id(schema)}
+            self.names.setdefault(id(schema), place.name)
+            schema = self.sound(schema)
+            if "$ref" in schema:
+                target = self.references.target(schema)
+                if place.refs.count(id(target)) >= self.levels:
+                    return None
+                joint.place = Place(keywords.bare(schema["$ref"]), (*place.refs, id(target)), place.depth + 1)
+                if joint.place.depth > keywords.DEEPEST:
+                    raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
+                rest.insert(0, (target, path))
+            if schema.get("nullable") and "$schema" not in self.references.root:
+                rest.insert(0, (self.make("nullable", schema, lambda given=schema: _nullable(given)), path))
+                continue
+            joint.schemas.append(schema)
+            rest += [(part, path) for part in schema.get("allOf", [])]
+            joint.choices += [Choice(alternatives, path) for alternatives in self.choices(schema, place)]
+            if "not" in schema:
+                rest.append((self.opposite(schema["not"], place.name), path))
+        return joint
 
-    def array(self, schema: dict[str, Any], place: _Place) -> Expression:
-        low, high = keywords.bounds(schema, "Items", place.name)
-        if "prefixItems" not in schema:
-            items = self.value(schema.get("items", True), place.inside("items"))
-            return self.enclosed("[", Repeat(items, low, high, self.comma), "]")
-        items = keywords.items(schema, "prefixItems", place.name)
-        if not isinstance(schema.get("items", True), bool | dict):
-            place.refuse(f": items must be a schema or a boolean, got {shown(schema['items'])}")
-        if not low <= len(items) <= (len(items) if high is None else high):
-            place.refuse(f" has {len(items)} prefixItems: minItems and maxItems must allow that number")
-        parts = tuple((self.value(item, place.inside("prefixItems", i)), True) for i, item in enumerate(items))
-        return self.enclosed("[", Members(parts, self.comma), "]")
+    def make(self, kind: str, schema: Any, build: Any) -> Any:
+        """Return a schema that is derived from another one; it is built once."""
+        if (kind, id(schema)) not in self.made:
+            self.made[kind, id(schema)] = build(), schema
+        return self.made[kind, id(schema)][0]
 
-    def object(self, schema: dict[str, Any], place: _Place) -> Expression:
-        properties, required = keywords.members(schema, place.name)
-        further = schema.get("additionalProperties", True)
-        if properties is not None:
-            needed = set(required)
-            values = {name: self.value(part, place.inside("properties", name)) for name, part in properties.items()}
-            parts = tuple((self.member(_literal(name), value), name in needed) for name, value in values.items())
-            return self.enclosed("{", Members(parts, self.comma), "}")
-        if further is False:
-            return self.enclosed("{", EMPTY, "}")
-        return self.map(self.value(further, place.inside("additionalProperties")))
+    def opposite(self, schema: Any, name: str) -> Any:
+        """Return a schema for values that are not valid against `schema`."""
+        if isinstance(schema, bool):
+            return not schema
+        self.names.setdefault(id(schema), name)
+        found = self.make("not", schema, lambda: negated(self.sound(schema), self.references))
+        if found is None:
+            self.leave_out(name, " has not with keywords that cannot be negated")
+            return True
+        return found
+
+    def choices(self, schema: dict[str, Any], place: Place) -> list[list[tuple[Any, ...]]]:
+        """Return the choices that a schema has between other schemas."""
+        found: list[list[tuple[Any, ...]]] = []
+        if "anyOf" in schema:
+            found.append([(part,) for part in schema["anyOf"]])
+        if "oneOf" in schema:
+            found.append(self.one_of(schema["oneOf"], place))
+        if "if" in schema and ("then" in schema or "else" in schema):
+            other = self.make("else", schema["if"], lambda: {"not": schema["if"]})
+            found.append([(schema["if"], schema.get("then", True)), (other, schema.get("else", True))])
+        for name, needed in dependents(schema).items():
+            absent = self.make(f"absent {name}", schema, lambda name=name: {"properties": {name: False}})
+            present = self.make(f"present {name}", schema, lambda name=name: {"required": [name]})
+            inner = self.make(f"with {name}", schema, lambda needed=needed: needed)
+            found.append([(absent,), (present, *inner)])
+        return found
+
+    def one_of(self, schemas: list[Any], place: Place) -> list[tuple[Any, ...]]:
+        """Return alternatives that exclude each other."""
+        found: list[tuple[Any, ...]] = []
+        for i, schema in enumerate(schemas):
+            self.names.setdefault(id(schema), f"{place.name}.oneOf[{i}]")
+        for i, schema in enumerate(schemas):
+            others = [other for j, other in enumerate(schemas) if j != i and not self.overlaps.excludes(schema, other)]
+            if others and not self.exclusive:
+                self.leave_out(place.name, " has oneOf, which is read as anyOf")
+                others = []
+            found.append((schema, *(self.make("else", other, lambda other=other: {"not": other}) for other in others)))
+        return found
+
+    def joint(self, joint: Joint) -> Expression:
+        """Return the expression for the values that satisfy all schemas and one alternative of each choice."""
+        if any(keywords.literals(schema) is not None for schema in joint.schemas):
+            return self.literals(joint)
+        if joint.choices:
+            self.spend(len(joint.schemas))
+            if not self.types(joint.schemas):
+                return NOTHING
+            if len(joint.choices) > MOST_CHOICES:
+                joint.place.refuse(f" has more than {MOST_CHOICES} choices at once, such as anyOf or if: simplify it")
+            first, *others = joint.choices
+            options = []
+            for alternative in first.alternatives:
+                part = joint.copy()
+                part.choices = [*others]
+                extended = self.join(part, alternative, first.path)
+                if extended is not None:
+                    options.append(self.joint(extended))
+            return choice(options)
+        place = joint.place
+        own = [schema for schema in joint.schemas if keywords.SUPPORTED & schema.keys()]
+        if not any(keywords.SUPPORTED & schema.keys() - {"$ref", "allOf"} for schema in own):
+            return self.free(self.free_depth)
+        return Part(place.name, choice([self.of_type(name, own, place) for name in self.types(own)]))
+
+    def literals(self, joint: Joint) -> Expression:
+        """Return the expression for the values of `const` and `enum` that satisfy all schemas."""
+        listing = [schema for schema in joint.schemas if keywords.literals(schema) is not None]
+        source = min(listing, key=lambda schema: len(keywords.literals(schema) or ()))
+        bare = len(keywords.SUPPORTED & source.keys()) == 1  # nothing else in it has to be checked
+        others = [schema for schema in joint.schemas if schema is not source or not bare]
+        holds, holds_alone = self.evaluation.holds, self.evaluation.holds_alone
+        return choice(
+            literal(value)
+            for value in keywords.literals(source) or ()
+            if all(holds_alone(value, schema) for schema in others)
+            and all(
+                any(all(holds(value, schema) for schema in schemas) for schemas in alternatives)
+                for alternatives, _ in joint.choices
+            )
+        )
+
+    def types(self, schemas: Sequence[dict[str, Any]]) -> list[str]:
+        """Return the types that all schemas allow; without `type`, those that keywords are about, or all."""
+        found: list[str] | None = None
+        for schema in schemas:
+            if "type" in schema:
+                names = keywords.types(schema)
+                names = [name for name in names if name != "integer" or "number" not in names]
+                found = names if found is None else _common_types(found, names)
+        if found is None:
+            given = {name for schema in schemas for name in schema}
+            found = [name for name, own in keywords.OF_TYPE.items() if given & {*own}]
+            found = found or [name for name in keywords.TYPES if name != "integer"]
+        return found
+
+    def of_type(self, name: str, schemas: list[dict[str, Any]], place: Place) -> Expression:
+        """Return the expression for values of one type that are valid against all schemas."""
+        excluded = [value for schema in schemas for value in schema.get(keywords.EXCLUDED, [])]
+        match name:
+            case "string":
+                return self.string(schemas, place, [value for value in excluded if isinstance(value, str)])
+            case "array":
+                return array(self, schemas, place, [value for value in excluded if isinstance(value, list)])
+            case "object":
+                return object_(self, schemas, place, [value for value in excluded if isinstance(value, dict)])
+            case "integer" | "number":
+                return self.number(schemas, name == "integer", excluded, place)
+        words = {"boolean": {"true": True, "false": False}, "null": {"null": None}}[name]
+        return choice(word for word, value in words.items() if not any(value is other for other in excluded))
+
+    def string(self, schemas: list[dict[str, Any]], place: Place, excluded: Sequence[str] = ()) -> Expression:
+        """Return the expression for strings, with their quotation marks."""
+        patterns, unlike = [], []
+        for schema in schemas:
+            for kind, given in ((patterns, [schema.get("pattern")]), (unlike, schema.get(keywords.UNLIKE, []))):
+                for pattern in given:
+                    if pattern is not None and self.is_pattern(pattern, place.name):
+                        kind.append(pattern)
+        formats = [schema["format"] for schema in schemas if "format" in schema]
+        return self.text(place, patterns, unlike, [*excluded], formats, keywords.bounds(schemas, "Length"))
+
+    def text(
+        self,
+        place: Place,
+        patterns: list[str],
+        unlike: list[str],
+        excluded: list[str],
+        formats: Sequence[str] = (),
+        limits: tuple[int, int | None] = (0, None),
+    ) -> Expression:
+        """Return the expression for strings that satisfy all conditions and are none of `excluded`."""
+        content = self.strings.content(place.name, patterns, unlike, formats, excluded, limits, self.longest)
+        return NOTHING if content is NOTHING else named(place.name, content)
+
+    def is_pattern(self, pattern: str, name: str) -> bool:
+        """Return True if a pattern can be compiled; otherwise, leave it out."""
+        try:
+            self.strings.pattern(pattern, name)
+        except InputError as error:
+            if not self.lenient:
+                raise InputError(str(error)) from error  # not a TooLargeError, because smaller limits do not help
+            self.leave_out("", str(error))
+            return False
+        return True
+
+    def number(self, schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], place: Place) -> Expression:
+        """Return the expression for numbers that are valid against all schemas."""
+        try:
+            return numbers(schemas, integer, excluded, place.name, self.work)
+        except InputError as error:
+            if not self.lenient:
+                raise
+            self.leave_out(place.name, f" has multipleOf: {error}")
+            rest = [_without(schema, "multipleOf") for schema in schemas]
+            return numbers(rest, integer, excluded, place.name, self.work)
 
     def free(self, depth: int) -> Expression:
         """Return the expression for any JSON value with at most `depth` levels of nesting."""
-        if depth in self.known:
-            return self.known[depth]
-        kinds = [_any_string(), _scalar("number"), _scalar("boolean"), _scalar("null")]
-        if depth:
-            inner = self.free(depth - 1)
-            kinds += [self.enclosed("[", Repeat(inner, separator=self.comma), "]"), self.map(inner)]
-        self.known[depth] = choice(kinds)
+        if depth not in self.known:
+            kinds = [any_string(), read_regex(NUMBER), read_regex("true|false"), read_regex("null")]
+            if depth:
+                inner = self.free(depth - 1)
+                kinds += [self.enclosed("[", Repeat(inner, separator=self.comma), "]"), self.map(inner)]
+            self.known[depth] = choice(kinds)
         return self.known[depth]
 
     def map(self, value: Expression) -> Expression:
-        return self.enclosed("{", Repeat(self.member(_any_string(), value), separator=self.comma), "}")
+        """Return the expression for objects with any names."""
+        return self.enclosed("{", Repeat(self.member(any_string(), value), separator=self.comma), "}")
 
     def member(self, name: Expression, value: Expression) -> Expression:
+        """Return the expression for a member of an object."""
         return sequence(name, self.space, ":", self.space, value)
 
     def enclosed(self, opening: str, inner: Expression, closing: str) -> Expression:
+        """Return the expression for an array or object."""
         return sequence(opening, self.space, inner, self.space, closing)
 
 
-def _string(schema: dict[str, Any], place: _Place) -> Expression:
-    given = [name for name in ("pattern", "format", "maxLength", "minLength") if name in schema]
-    if len(given) > 1 and given != ["maxLength", "minLength"]:
-        place.refuse(f" has {' and '.join(given)}: keep only one of them, or put everything into the pattern")
-    if "pattern" in given:
-        if not isinstance(schema["pattern"], str):
-            place.refuse(f": pattern must be a string, got {shown(schema['pattern'])}")
-        return sequence('"', read_regex(schema["pattern"], f"the pattern of {place.name}", _in_string), '"')
-    if "format" in given:
-        if schema["format"] not in list(FORMATS):
-            place.refuse(f": format must be one of {', '.join(FORMATS)}, got {shown(schema['format'])}; or use pattern")
-        return sequence('"', read_regex(FORMATS[schema["format"]]), '"')
-    low, high = keywords.bounds(schema, "Length", place.name)
-    return sequence('"', Repeat(_character(), low, high), '"')
+def _common_types(one: list[str], other: list[str]) -> list[str]:
+    """Return the types in both lists; an integer is also a number."""
+    found = [name for name in one if name in other or (name == "integer" and "number" in other)]
+    return found + ["integer"] * ("number" in one and "integer" in other)
 
 
-@functools.cache
-def _character() -> Expression:
-    """Return the expression for one character in a string without a pattern."""
-    plain = Characters(complement(union([*MUST_ESCAPE, *UNPRINTABLE])))
-    return choice([plain, sequence("\\", choice(ESCAPED))])
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "null"}, _without(schema, "nullable")]}
 
 
-@functools.cache
-def _any_string() -> Expression:
-    return sequence('"', Repeat(_character()), '"')
-
-
-@functools.cache
-def _scalar(name: str) -> Expression:
-    return read_regex(SCALARS[name])
-
-
-@functools.lru_cache(1000)
-def _in_string(ranges: Ranges) -> Expression:
-    """Return the expression for any one character in `ranges`, escaped where JSON requires it."""
-    plain, special = common(ranges, complement(MUST_ESCAPE)), common(ranges, MUST_ESCAPE)
-    spelled = [json.dumps(chr(code))[1:-1] for first, last in special for code in range(first, last + 1)]
-    return choice([*([Characters(plain)] if plain else []), *spelled])
+def _without(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    return {name: part for name, part in schema.items() if name != keyword}
 
 
 def _only_space(ranges: Ranges) -> Expression:
@@ -260,7 +448,3 @@ def _only_space(ranges: Ranges) -> Expression:
             f"whitespace_pattern must only match spaces, tabs and newlines; it also matches {chr(other[0][0])!r}"
         )
     return Characters(ranges)
-
-
-def _literal(value: Any) -> Text:
-    return Text(json.dumps(value, ensure_ascii=False).encode())

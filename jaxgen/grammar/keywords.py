@@ -1,12 +1,14 @@
-"""Reading and validation of JSON schema keywords. Invalid keywords raise an `InputError` that names the schema."""
+"""Keywords of JSON schemas: which there are, and which values they may have."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
-import math
 import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 from jaxgen.errors import InputError, shown
 from jaxgen.text.json_file import parse_json
@@ -14,26 +16,47 @@ from jaxgen.text.json_file import parse_json
 LONGEST = 1_000_000  # maximum length of a schema, in characters
 DEEPEST = 64  # maximum nesting depth
 MOST_DIGITS = 40  # maximum number of digits in a bound; n digits need about n * n states before merging
-_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
 
-ANNOTATIONS = frozenset(
-    "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
-    "discriminator".split()
-)
-# The keywords that decide what a schema matches, in order of precedence, each with the keywords that may accompany it.
-COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
-# The keywords for bounds on numbers, each with a function for the nearest integer that satisfies the bound.
-LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
-UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
-BOUNDS = (*LOWER, *UPPER)
+TYPES = ("string", "array", "object", "integer", "number", "boolean", "null")
+IN_PLACE = ("allOf", "anyOf", "oneOf")
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+# The keywords that apply to values of one type only.
 OF_TYPE = {
-    "string": "minLength maxLength pattern format",
-    "array": "items prefixItems minItems maxItems",
-    "object": "properties required additionalProperties",
-    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # json_schema.py rejects bounds for the type "number"
-    **dict.fromkeys(("boolean", "null"), ""),
-}
-_TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+               "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    "number": (*BOUNDS, "multipleOf"),
+}  # fmt: skip
+COMMON = ("type", "enum", "const", "$ref", *IN_PLACE, "not", "if", "then", "else", "nullable")
+# Keywords for internal use, in schemas that `negation.py` makes: excluded values, patterns that must not match, and
+# numbers that are not integers, objects with a member that has none of some names and matches none of some patterns.
+EXCLUDED, UNLIKE, BROKEN, FURTHER = " excluded", " unlike", " broken", " further"
+SUPPORTED = frozenset(
+    [*COMMON, *(name for names in OF_TYPE.values() for name in names), EXCLUDED, UNLIKE, BROKEN, FURTHER]
+)
+REJECTED = frozenset(
+    "$dynamicRef $recursiveRef unevaluatedItems unevaluatedProperties minContains maxContains extends disallow "
+    "divisibleBy formatMinimum formatMaximum formatExclusiveMinimum formatExclusiveMaximum".split()
+)
+ANNOTATIONS = frozenset(
+    "$schema $comment $id id $anchor $dynamicAnchor $recursiveAnchor $vocabulary $defs definitions title description "
+    "default examples example deprecated readOnly writeOnly discriminator contentMediaType contentEncoding "
+    "contentSchema xml externalDocs".split()
+)
+_VENDOR = re.compile(r"[^A-Za-z$]|[xX]-|\$\$")  # beginnings of names that are annotations of some program
+_ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
+_KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
+
+
+def given(schema: Any) -> dict[str, Any] | str:
+    """Return the schema itself, or the schema of a pydantic class or TypeAdapter."""
+    for method in ("model_json_schema", "json_schema"):
+        if callable(made := getattr(schema, method, None)):
+            schema = made()
+    if not isinstance(schema, dict | str):
+        raise TypeError(f"a JSON schema must be a dict or its text, or a pydantic class, got {type(schema).__name__}")
+    return schema
 
 
 def plain(schema: dict[str, Any] | str) -> Any:
@@ -79,114 +102,170 @@ def bare(name: str) -> str:
     return shown(name)[1:-1] or "''"
 
 
-def is_base(name: Any) -> bool:
-    """Return True for an `$id` that names the whole schema: a string without a fragment."""
-    return isinstance(name, str) and "#" not in name.removesuffix("#")
+def is_schema(value: Any) -> bool:
+    """Return True for an object or a boolean."""
+    return isinstance(value, bool | dict)
 
 
-def target(root: Any, name: Any, where: str) -> Any:
-    """Return the schema that a reference points to."""
-    if not isinstance(name, str) or (name != "#" and not name.startswith("#/")):
-        refuse(where, f" refers to {shown(name)}: only references inside the schema are supported, such as #/$defs/a")
-    found: Any = root
-    for part in name.split("/")[1:]:
-        part = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and _INDEX.fullmatch(part):
-            found = found[int(part)] if int(part) < len(found) else None
-        else:
-            found = found.get(part) if isinstance(found, dict) else None
-        if found is None:
-            refuse(where, f" refers to {shown(name)}, which is not in the schema")
-    return found
+def parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
+    """Yield the parts of a schema's maps and lists of schemas, each with the keyword and the key or index."""
+    for name in ("properties", "patternProperties", "dependentSchemas"):
+        yield from ((name, key, part) for key, part in schema.get(name, {}).items())
+    for name in (*IN_PLACE, "prefixItems", *(["items"] if isinstance(schema.get("items"), list) else [])):
+        yield from ((name, index, part) for index, part in enumerate(schema.get(name, [])))
 
 
-def types(schema: dict[str, Any], where: str = "") -> list[str]:
-    """Return the names of a schema's types; without `type`, infer object and array from other keywords."""
-    if "type" not in schema:
-        if "properties" in schema or "prefixItems" in schema:
-            return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)
-        given = ", ".join(bare(name) for name in schema if name not in ANNOTATIONS)
-        refuse(where, f" needs one of type, {', '.join(COMPANIONS)}, properties, prefixItems; it has only {given}")
-    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if not names or not all(isinstance(name, str) and name in OF_TYPE for name in names):
-        refuse(where, f": type must be one of {', '.join(OF_TYPE)}, or a list of them, got {shown(schema['type'])}")
-    return list(dict.fromkeys(names))
+def faults(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords that are unknown, unsupported or have an invalid value, each with the reason."""
+    for name, value in schema.items():
+        if name in _CHECKS or name in SUPPORTED:
+            reason = _fault(name, value, schema)
+            if reason is not None:
+                yield name, f": {bare(name)} must be {reason}, got {shown(value)}"
+        elif name in REJECTED:
+            yield name, f" has {name}, which is not supported"
+        elif name not in ANNOTATIONS and not _VENDOR.match(name) and (near := _misspelled(name)):
+            yield (
+                name,
+                (f" has {bare(name)}, which is not a keyword: write {near}, or begin an annotation's name with x-"),
+            )
+
+
+@functools.lru_cache(10_000)
+def _misspelled(name: str) -> str | None:
+    """Return the keyword that a name was probably meant to be."""
+    known = {keyword.lower(): keyword for keyword in [*sorted(SUPPORTED), *sorted(REJECTED)]}
+    near = difflib.get_close_matches(name.lower()[:40], known, 1, 0.85)
+    return known[near[0]] if near else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
+    "$ref": (lambda value: isinstance(value, str), "a string"),
+    "$id": (lambda value: isinstance(value, str) and "#/" not in value, "a URI without a path after #"),
+    "$anchor": (lambda value: isinstance(value, str) and bool(_ANCHOR.fullmatch(value)), "a name"),
+    "pattern": (lambda value: isinstance(value, str), "a string"),
+    "format": (lambda value: isinstance(value, str), "a string"),
+    "items": (lambda value: is_schema(value) or isinstance(value, list), "an object, or true for any value"),
+    "required": (_are_names, "a list of names"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "nullable": (lambda value: isinstance(value, bool), "true or false"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number > 0"),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),
+        "an object of lists of names",
+    ),
+    "dependencies": (
+        lambda value: isinstance(value, dict) and all(is_schema(part) or _are_names(part) for part in value.values()),
+        "an object of lists of names or schemas",
+    ),
+    **dict.fromkeys(
+        (*IN_PLACE, "prefixItems"), (lambda value: isinstance(value, list) and bool(value), "a non-empty list")
+    ),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentSchemas"), (lambda value: isinstance(value, dict), "an object")
+    ),
+    **dict.fromkeys(
+        ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties", "additionalItems"),
+        (is_schema, "a schema or a boolean"),
+    ),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (_is_count, "a whole number >= 0"),
+    ),
+    **dict.fromkeys(("minimum", "maximum"), (_is_number, "a number")),
+}  # fmt: skip
+
+
+def conflicts(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield an upper limit that is below the lower one, with the reason. The values must be valid."""
+    for of in ("Length", "Items", "Properties"):
+        low, high = bounds([schema], of)
+        if high is not None and low > high:
+            yield f"max{of}", f" has min{of} {low} and max{of} {high}: nothing satisfies both"
+    low, high = limits([schema])
+    if low is not None and high is not None and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
+        given = " and ".join(f"{name} {shown(schema[name])}" for name in BOUNDS if name in schema)
+        yield "exclusiveMaximum" if high[1] else "maximum", f" has {given}: no number satisfies both"
+
+
+def _fault(name: str, value: Any, schema: dict[str, Any]) -> str | None:
+    """Return what the value of a keyword must be, or None if it is valid."""
+    if name in ("exclusiveMinimum", "exclusiveMaximum"):
+        partner = "minimum" if name == "exclusiveMinimum" else "maximum"
+        valid = _is_number(value) or (isinstance(value, bool) and (not value or _is_number(schema.get(partner))))
+        return None if valid else f"a number, or true beside {partner}"
+    check, reason = _CHECKS.get(name, (lambda _: True, ""))
+    return None if check(value) else reason
+
+
+def types(schema: dict[str, Any]) -> list[str]:
+    """Return the types that a schema names, or all types."""
+    names = schema.get("type", [*TYPES])
+    return list(dict.fromkeys(names if isinstance(names, list) else [names]))
 
 
 def types_of(value: Any) -> tuple[str, ...]:
     """Return the types of a JSON value; an integer is also a number."""
-    if type(value) in _TYPES:
-        return (_TYPES[type(value)],)
+    if type(value) in _KINDS:
+        return (_KINDS[type(value)],)
     return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 
-def literals(schema: dict[str, Any], where: str = "") -> list[Any]:
-    """Return the values of const or enum that have the schema's type."""
-    values = [schema["const"]] if "const" in schema else items(schema, "enum", where)
-    if "type" in schema:
-        names = types(schema, where)
-        values = [value for value in values if any(name in names for name in types_of(value))]
-    if not values:
-        refuse(where, f" has no value of the type {shown(schema['type'])}")
-    return values
+def literals(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the values of const or enum; None if there are none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
-def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | None, list[str]]:
-    """Return an object's properties (None if there are none), and the names of the required ones."""
-    properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, dict) and "properties" in schema:
-        refuse(where, f": properties must be an object, got {shown(properties)}")
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        refuse(where, f": required must be a list of names, got {shown(required)}")
-    unknown = [name for name in required if name not in (properties or {})]
-    if unknown:
-        refuse(where, f" requires {shown(unknown)}, which are not in its properties: add them there")
-    further = schema.get("additionalProperties", True)
-    if not isinstance(further, bool | dict):
-        refuse(where, f": additionalProperties must be a schema or a boolean, got {shown(further)}")
-    return properties, required
+def bounds(schemas: list[dict[str, Any]], of: str) -> tuple[int, int | None]:
+    """Return the limits of a length or number of items or properties; the upper one is None if there is none."""
+    low = max([0, *(int(schema[f"min{of}"]) for schema in schemas if f"min{of}" in schema)])
+    high = [int(schema[f"max{of}"]) for schema in schemas if f"max{of}" in schema]
+    return low, min(high, default=None)
 
 
-def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
-    """Return the lower limit, and the upper limit or None, for a string's length or an array's number of items."""
-    low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
-    for name, number in ((f"min{of}", low), (f"max{of}", high)):
-        if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            refuse(where, f": {name} must be a whole number >= 0, got {shown(number)}")
-    if high is not None and high < low:
-        refuse(where, f": min{of} is {shown(low)} and max{of} is {shown(high)}: nothing satisfies both")
-    return low, high
+def exact(number: int | float) -> Fraction:
+    """Return the number that a bound stands for: a float of fewer than 16 digits stands for these digits."""
+    return Fraction(repr(number)) if isinstance(number, float) and abs(number) < 2**53 else Fraction(number)
 
 
-def integer_bounds(schema: dict[str, Any], where: str = "") -> tuple[int | None, int | None]:
-    """Return the smallest and the largest integer that the schema's bounds allow; None means no bound."""
-    given = {name: schema[name] for name in BOUNDS if name in schema}
-    for name, bound in given.items():
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) >= 10**MOST_DIGITS:
-            refuse(where, f": {name} must be a number of at most {MOST_DIGITS} digits, got {shown(bound)}")
-    low = max((nearest(given[name]) for name, nearest in LOWER.items() if name in given), default=None)
-    high = min((nearest(given[name]) for name, nearest in UPPER.items() if name in given), default=None)
-    if low is not None and high is not None and low > high:
-        bounds = " and ".join(f"{name} {shown(bound)}" for name, bound in given.items())
-        refuse(where, f" has {bounds}: no integer satisfies both")
-    return low, high
+def limits(schemas: list[dict[str, Any]]) -> tuple[tuple[Fraction, bool] | None, tuple[Fraction, bool] | None]:
+    """Return the lower and the upper bound of numbers, each with True if it is exclusive; None means no bound."""
+    lows: list[tuple[Fraction, bool]] = []
+    highs: list[tuple[Fraction, bool]] = []
+    for schema in schemas:
+        for found, name, exclusive in (
+            (lows, "minimum", "exclusiveMinimum"),
+            (highs, "maximum", "exclusiveMaximum"),
+        ):
+            other = schema.get(exclusive, False)
+            if name in schema:
+                found.append((exact(schema[name]), other is True))
+            if not isinstance(other, bool):
+                found.append((exact(other), True))
+    return max(lows, default=None), min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
 
 
-def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
-    """Return a keyword's list, which must not be empty."""
-    values = schema[keyword]
-    if not isinstance(values, list) or not values:
-        refuse(where, f": {keyword} must be a non-empty list, got {shown(values)}")
-    return values
-
-
-def check(keywords: list[str], allowed: str, where: str) -> None:
-    """Raise an error for keywords that are not allowed."""
-    known = allowed.split()
-    other = [bare(name) for name in keywords if name not in known]
-    if other:
-        refuse(
-            where,
-            f" has {', '.join(other[:5])}, which is not supported there; the supported keywords are {', '.join(known)} "
-            "and annotations. Leave it out and check the value afterwards, or list the values in an enum",
-        )
+def items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the schemas of an array's first items, and the schema of the others (None if it is not given)."""
+    if isinstance(schema.get("items"), list):
+        return schema["items"], schema.get("additionalItems")
+    return schema.get("prefixItems", []), schema.get("items")

@@ -1,9 +1,8 @@
 r"""Parser for JavaScript's regular expressions (ECMA 262 with flag u), which JSON schemas also use.
 
-Patterns match whole strings, so anchors are only allowed where they change nothing. Look-around and back-references
-are rejected because an automaton cannot represent them. Word boundaries are also rejected, as is syntax that Python,
-Rust and JavaScript read differently, such as `[]a]` or `\Z`. The error names the feature. Two features are borrowed
-from other languages: the group `(?P<name>...)`, and the flags `(?i)` and `(?s)` at the start.
+Back-references are rejected because an automaton cannot represent them. Word boundaries are also rejected, as is syntax
+that Python, Rust and JavaScript read differently, such as `[]a]` or `\Z`. The error names the feature. Two features are
+borrowed from other languages: the group `(?P<name>...)`, and the flags `(?i)` and `(?s)` at the start.
 """
 
 from __future__ import annotations
@@ -17,18 +16,20 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxgen.errors import InputError, shown
+from jaxgen.grammar.anchors import Anchored
+from jaxgen.grammar.byte_automaton import Work
 from jaxgen.grammar.expression import (
-    EMPTY,
     LAST,
     SURROGATES,
-    Alternatives,
     Anchor,
     Characters,
     Expression,
+    Look,
     Part,
     Repeat,
     Sequence,
     choice,
+    common,
     complement,
     union,
 )
@@ -45,6 +46,7 @@ SPACE = union(
     [(0x09, 0x0D), (0x2000, 0x200A), (0x2028, 0x2029)]
     + [(code, code) for code in (0x20, 0xA0, 0x1680, 0x202F, 0x205F, 0x3000, 0xFEFF)]
 )
+PYTHON_SPACE = ((0x1C, 0x1F), (0x85, 0x85))  # what Python's \\s matches and JavaScript's does not
 CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
 CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 CATEGORIES = frozenset(
@@ -56,11 +58,8 @@ _FLAGS = re.compile(r"\(\?([is]+)\)")
 _NAME = re.compile(r"\(\?P?<[A-Za-z_$][A-Za-z0-9_$]*>")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,8})\}")
 _PROPERTY = re.compile(r"[pP]\{(?:General_Category=|gc=)?([A-Za-z_=]+)\}")
+_LOOKS = {"(?=": (True, False), "(?!": (True, True), "(?<=": (False, False), "(?<!": (False, True)}
 _LATER = {
-    "(?=": "a look-ahead",
-    "(?!": "a look-ahead",
-    "(?<=": "a look-behind",
-    "(?<!": "a look-behind",
     "(?>": "an atomic group",
     "(?#": "a comment",
     "(?(": "a condition",
@@ -68,11 +67,20 @@ _LATER = {
 
 
 def read_regex(
-    pattern: str, where: str = "the pattern", characters: Callable[[Ranges], Expression] = Characters
+    pattern: str,
+    where: str = "the pattern",
+    characters: Callable[[Ranges], Expression] = Characters,
+    *,
+    search: bool = False,
+    large: bool = False,
+    work: Work | None = None,
 ) -> Expression:
-    r"""Parse a pattern, which always matches whole strings.
+    r"""Parse a pattern for whole strings or, if `search` is True, for strings that contain a match.
 
     `where` names the pattern in messages; `characters` returns the expression for one character in the given ranges.
+    If `search` is True, `\d`, `\w`, `\s` and their capital forms match only characters on which Python agrees with
+    JavaScript, because validators of JSON schemas use either. If `large` is also True, the expression contains all
+    strings in which one of them finds a match, so that the others certainly do not contain one.
 
     Raises:
         InputError: the pattern is not valid or not supported.
@@ -82,18 +90,26 @@ def read_regex(
         raise TypeError(f"a pattern must be a str, got {type(pattern).__name__}")
     if len(pattern) > LONGEST:
         raise InputError(f"{where} has {len(pattern)} characters: at most {LONGEST} are supported")
-    reader = _Reader(pattern, where, characters)
+    reader = _Reader(pattern, where, characters, search, large)
     tree = reader.choice(0)
     if reader.place < len(pattern):
         reader.refuse("closes a group that was not opened: escape it, \\)")
-    return reader.unanchored(tree, True, True)
+    return Anchored(f"{where} {shown(pattern)}", characters, work or Work(), large).resolve(tree, search)
 
 
 class _Reader:
     """Reader for a pattern, with its current position."""
 
-    def __init__(self, pattern: str, where: str, characters: Callable[[Ranges], Expression]):
-        self.pattern, self.where, self.characters = pattern, where, characters
+    def __init__(
+        self,
+        pattern: str,
+        where: str,
+        characters: Callable[[Ranges], Expression],
+        cautious: bool,
+        large: bool,
+    ):
+        self.pattern, self.where, self.characters, self.cautious = pattern, where, characters, cautious
+        self.large = large  # True where a larger class leads to fewer matches: in negated classes and look-arounds
         flags = _FLAGS.match(pattern)
         self.flags = flags[1] if flags else ""
         self.place = flags.end() if flags else 0
@@ -132,8 +148,8 @@ class _Reader:
         item = self.atom(depth)
         if self.place == len(self.pattern) or self.pattern[self.place] not in "*+?{":
             return item
-        if isinstance(item, Anchor):
-            self.refuse(f"repeats {item.sign}")
+        if isinstance(item, Anchor | Look):
+            self.refuse(f"repeats {item.sign if isinstance(item, Anchor) else 'a look-ahead or look-behind'}")
         low, high = self.bounds()
         self.next("?")  # a lazy repetition matches the same strings
         if self.place < len(self.pattern) and self.pattern[self.place] in "*+?{":
@@ -173,7 +189,8 @@ class _Reader:
         if sign in "^$":
             return Anchor(sign)
         if sign == ".":
-            return self.of(((0, LAST),) if "s" in self.flags else complement(NEWLINES))
+            newlines = ((0x0A, 0x0A),) if self.cautious and self.large else NEWLINES
+            return self.of(((0, LAST),) if "s" in self.flags else complement(newlines))
         return self.of(((ord(sign), ord(sign)),))
 
     def of(self, ranges: Ranges) -> Expression:
@@ -192,6 +209,14 @@ class _Reader:
         return union([*ranges, *((other, other) for other in others)])
 
     def group(self, depth: int) -> Expression:
+        for opening, (ahead, negated) in _LOOKS.items():
+            if self.next(opening):
+                self.large ^= negated
+                inner = self.choice(depth + 1)
+                self.large ^= negated
+                if not self.next(")"):
+                    self.refuse("has a group that is not closed")
+                return Look(inner, ahead, negated)
         if not self.next("(?:") and not self.match(_NAME):
             for opening, name in _LATER.items():
                 if self.pattern.startswith(opening, self.place):
@@ -207,6 +232,7 @@ class _Reader:
     def brackets(self) -> Ranges:
         """Read a class after its opening bracket."""
         negated = self.next("^")
+        self.large ^= negated
         if self.pattern.startswith("]", self.place):
             self.refuse("has a class that begins with ]: escape it, \\] (any character is [\\s\\S])")
         parts: list[tuple[int, int]] = []
@@ -222,6 +248,7 @@ class _Reader:
                 parts.append((first, last))
             else:
                 parts += first if isinstance(first, tuple) else [(first, first)]
+        self.large ^= negated
         return complement(self.cased(union(parts))) if negated else union(parts)
 
     def member(self) -> int | Ranges:
@@ -244,7 +271,9 @@ class _Reader:
         sign = self.pattern[self.place : self.place + 1]
         if sign.lower() in CLASSES:
             self.place += 1
-            return CLASSES[sign] if sign in CLASSES else complement(self.cased(CLASSES[sign.lower()]))
+            if sign in CLASSES:
+                return self.named(sign, self.large)
+            return complement(self.cased(self.named(sign.lower(), not self.large)))
         if sign in ("x", "u"):
             return self.code_point()
         if sign in ("p", "P"):
@@ -269,6 +298,14 @@ class _Reader:
         if sign in ("A", "z", "Z"):
             self.refuse(f"has \\{sign}: leave it out, a text is always matched from start to end")
         self.refuse(f"has the escape {shown(chr(92) + sign)}, which is not known" if sign else "ends in a backslash")
+
+    def named(self, sign: str, large: bool) -> Ranges:
+        r"""Return the characters of `\d`, `\w` or `\s`: JavaScript's or, if `cautious`, possible or certain ones."""
+        if not self.cautious:
+            return CLASSES[sign]
+        if large:
+            return {"d": _category("Nd"), "w": union([*WORD, (0x80, LAST)]), "s": union([*SPACE, *PYTHON_SPACE])}[sign]
+        return common(SPACE, complement(((0xFEFF, 0xFEFF),))) if sign == "s" else CLASSES[sign]
 
     def code_point(self) -> int:
         r"""Read `xHH`, `uHHHH` or `u{H...}`; a surrogate pair is read as one character."""
@@ -297,27 +334,6 @@ class _Reader:
         if self.categories > MOST_CATEGORIES:
             self.refuse(f"has more than {MOST_CATEGORIES} Unicode categories: simplify it")
         return complement(_category(found[1])) if negated else _category(found[1])
-
-    def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors. `first` is True for a tree at the pattern's start, and `last` for a tree at its end."""
-        if isinstance(tree, Anchor):
-            if not (first if tree.sign == "^" else last):
-                raise InputError(
-                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out; texts are always "
-                    "matched from start to end (the characters ^ and $ are written \\^ and \\$)"
-                )
-            return EMPTY
-        if isinstance(tree, Sequence):
-            signs = [item.sign if isinstance(item, Anchor) else "" for item in tree.items]
-            begin = next((i for i, sign in enumerate(signs) if sign != "^"), len(signs))
-            end = next((i for i, sign in reversed([*enumerate(signs)]) if sign != "$"), -1)
-            items = [self.unanchored(x, first and i <= begin, last and i >= end) for i, x in enumerate(tree.items)]
-            return Sequence(tuple(items))
-        if isinstance(tree, Alternatives):
-            return choice([self.unanchored(item, first, last) for item in tree.items])
-        if isinstance(tree, Part | Repeat):
-            self.unanchored(tree.item, False, False)  # rejects anchors in a repetition
-        return tree
 
 
 @functools.cache

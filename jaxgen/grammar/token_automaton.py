@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -125,21 +125,25 @@ class TokenAutomaton:
     @classmethod
     def from_json_schema(
         cls,
-        schema: dict[str, Any] | str,
+        schema: Any,
         tokenizer: Tokenizer,
         *,
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
+        unsupported: Literal["error", "warn"] = "error",
+        left_out: list[str] | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton for the JSON texts that are valid against a JSON schema (a dict or a string).
+        """Build the automaton for the JSON texts that are valid against a JSON schema.
 
-        Every generated text is valid. docs/constrained.md lists the supported keywords, and the kinds of valid text
-        that are never generated.
+        The schema is a dict, JSON text, or a class with `model_json_schema()`, such as a pydantic model. Every
+        generated text is valid. docs/constrained.md lists the supported keywords, and the kinds of valid text that are
+        never generated.
 
-        `whitespace_pattern` is a regular expression for the whitespace between JSON tokens; None means `[ ]?`. The
-        other arguments and errors are as in `from_regex`.
+        With `unsupported="warn"`, keywords that cannot be enforced are left out. A warning lists them; if `left_out` is
+        given, they are added to that list instead. `whitespace_pattern` is a regular expression for the whitespace
+        between JSON tokens; None means `[ ]?`. The other arguments and errors are as in `from_regex`.
         """
-        expression = read_schema(schema, whitespace_pattern)
+        expression = read_schema(schema, whitespace_pattern, unsupported=unsupported, left_out=left_out)
         return cls.from_expression(expression, tokenizer, name="the schema", vocab_size=vocab_size)
 
     @classmethod

@@ -25,7 +25,8 @@ def test_a_schema_in_a_file(run, checkpoint, tmp_path):
         (b'{"type": "null", "type": "null"}', "duplicate keys: type"),
         (b'{"type": "string", "minLength": 1000000000}', "the schema is too large"),
         (b'{"$ref": "#"}', "the schema matches no text"),
-        (b'{"type": "string", "pattern": "(?!a)"}', "has a look-ahead"),
+        (b'{"type": "string", "pattern": "a\\\\b"}', "has a word boundary"),
+        (b'{"type": "array", "uniqueItems": true}', "the schema has uniqueItems"),
     ],
 )
 def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch):
@@ -35,6 +36,19 @@ def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch)
     line = refused("--model", checkpoint, "A", "--json-schema", file)
     assert words in line
     assert str(file) in line
+
+
+@pytest.mark.slow
+def test_a_keyword_that_is_left_out(run, refused, checkpoint, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(
+        '{"type": "array", "uniqueItems": true, "minItems": 1, "items": {"pattern": "^a$", "type": "string"}}'
+    )
+    asked = ("--model", checkpoint, "A", "--max-new-tokens", 9, "--json-schema", file)
+    status, text, errors = run(*asked, "--json-schema-unsupported", "warn")
+    assert (status, {*json.loads(text)}) == (0, {"a"})
+    assert "not enforced: the schema has uniqueItems" in errors
+    assert "use that too" in refused("--model", checkpoint, "A", "--json-schema-unsupported", "warn")
 
 
 def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 
 from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
 from jaxgen.engine.fields import hint, translated
+from jaxgen.errors import JaxgenWarning
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
 from tests.support.letters import PARAMS
 
@@ -124,3 +125,19 @@ def test_a_schema_is_compiled_once():
     fields = [{"text": "a", "json_schema": {"enum": [1, 2, 3]}} for _ in range(2)]
     first, second = (translated(each, TOK, 320, None)["allowed"] for each in fields)
     assert first is second
+
+
+def test_a_pydantic_class_and_keywords_that_are_left_out():
+    class Tags:
+        @staticmethod
+        def model_json_schema():
+            return {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+
+    with pytest.raises(InputError, match="json_schema: the schema has uniqueItems"):
+        translated({"text": "a", "json_schema": Tags}, TOK, 320, None)
+    with pytest.warns(JaxgenWarning, match="left out of the schema, and not enforced: the schema has uniqueItems"):
+        translated({"text": "a", "json_schema": Tags, "unsupported": "warn"}, TOK, 320, None)
+    with pytest.raises(InputError, match="unsupported must be 'error' or 'warn', got 'x'"):
+        translated({"text": "a", "json_schema": Tags, "unsupported": "x"}, TOK, 320, None)
+    with pytest.raises(InputError, match="unsupported is about keywords of a json_schema"):
+        translated({"text": "a", "unsupported": "warn"}, TOK, 320, None)

@@ -82,7 +82,7 @@ def check_damaged(seed: int, count: int) -> tuple[int, int]:
             refused += 1
             continue
         faults = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA).iter_errors(schema)
-        assert all(UNREAD & {*map(str, fault.path)} for fault in faults)
+        assert all(UNREAD & {*map(str, fault.path)} or fault.validator == "uniqueItems" for fault in faults)
         for text in texts(compile_schema(schema), 3, rng):
             assert problem(schema, text) is None
     return refused, count - refused
@@ -134,14 +134,6 @@ def relay(chains, length):
     return {"prefixItems": first, "$defs": defs}
 
 
-def tower(height):
-    """Return a schema that refers to each of its nested parts. The innermost part has many values."""
-    part = list(range(100_000))
-    for _ in range(height):
-        part = {"title": part}
-    return {"anyOf": [{"$ref": "#/$defs" + "/title" * i} for i in range(height)], "$defs": part}
-
-
 def shared(levels):
     """Return a dict whose JSON doubles in size at each level."""
     schema: dict = {"type": "null"}
@@ -163,19 +155,17 @@ def doubling(keyword, levels, **more):
         ('{"items":' * 10_000, "nested too deeply"),
         ('{"a":[' * 400 + "]}" * 400, "nested too deeply"),
         (json.dumps(nested(65)), "nested more than 64 levels deep"),
-        ({"enum": [json.loads("[" * 150 + "]" * 150)], "items": 1}, "has items"),
+        ({"enum": [json.loads("[" * 150 + "]" * 150)], "items": 1}, "items must be an object, or true"),
         ({"type": "string", "minLength": 10**9}, "the schema is too large"),
-        ({"type": "string", "maxLength": 10**400}, "the schema is too large"),
-        ({"type": "array", "maxItems": 10**400, "items": {"type": "null"}}, "the schema is too large"),
         ({"type": "array", "minItems": 10**400}, "the schema is too large"),
         ('{"type": "array", "maxItems": 1' + "0" * 5000 + "}", "not valid JSON.*4300 digits"),
         ('{"const": 1e400}', "number 1e400 is too large"),
-        ({"properties": {"a": {"properties": {"b": {"type": "string", "maxLength": 10**6}}}}},
+        ({"properties": {"a": {"properties": {"b": {"type": "string", "minLength": 10**6}}}}},
          r"the schema\.properties\.a\.properties\.b is too large"),
         ({"type": "string", "pattern": "(a|b)*a(a|b){30}"}, r"'\(a\|b\)\{30\}' in the pattern of the schema .* large"),
         (nested(12, {"type": "array", "minItems": 60, "items": {"type": "array", "minItems": 60}}), "is too large"),
         (doubling("prefixItems", 28), "is too large"),
-        (doubling("anyOf", 28), "is too large"),
+        (doubling("anyOf", 28), "too many combinations of alternatives"),
         ({"enum": [f"value {i}" * 9 for i in range(9_000)]}, "is too large"),
         ("[" + "1," * 600_000 + "1]", "the schema has more than 1000000 characters"),
         ('{"type": "null", "type": "string"}', "duplicate keys: type"),
@@ -185,43 +175,41 @@ def doubling(keyword, levels, **more):
         ({"$ref": "#"}, "matches no text"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "matches no text"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
-        (mutual(4), "is too large"),
-        (mutual(8), "more than 20000 parts, counting its recursion"),
+        (mutual(8), "is too large"),
         (mutual(30), "nested more than 64 levels deep"),
         ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
          "refers to more than 500"),
         (relay(20, 25), "nested too deeply"),
-        (tower(150), "too many references to nested parts"),
         ({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts"),
         ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
         ({"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20_000)], "$defs": [None] * 30_000}, "not in the schema"),
         ({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large"),
-        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "too many alternatives to compare"),
+        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "to compare"),
         ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
-        ({"$ref": "#a"}, "only references inside the schema"),
+        ({"$ref": "#a"}, "not in the schema"),
+        ({"$ref": "a"}, "only references inside the schema"),
         ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/٠"}]}, "not in the schema"),
-        ({"$ref": "#/$defs", "$defs": {}, "": 1}, "the schema has '', which"),
         (shared(30), "the schema has more than 1000000 characters"),
         ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
-        ({"$ref": ["#"]}, "only references inside"),
-        ({"properties": {"a": {"$id": "b", "type": "null"}}}, r"has \$id"),
-        ({"$id": 0, "type": "null"}, r"has \$id"),
-        ({"$id": "#/$defs/a", "type": "null"}, r"has \$id"),
+        ({"$ref": ["#"]}, r"\$ref must be a string"),
+        ({"$id": 0, "type": "null"}, r"\$id must be"),
+        ({"$id": "#/$defs/a", "type": "null"}, r"\$id must be"),
         ({"properties": {"line\nbreak": 3}}, r"properties\.line\\nbreak must be an object"),
         ({"required": [["a"]], "properties": {}}, "required must be a list of names"),
-        ({"type": "string", "enum": [1, None]}, "no value of the type 'string'"),
-        ({"type": "string", "properties": {}}, "has properties, which is not supported there"),
+        ({"type": "string", "enum": [1, None]}, "matches no text"),
         ({"const": "\ud800"}, "half of a surrogate pair"),
         ({"type": "string", "pattern": 3}, "pattern must be a string"),
-        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]},
-         "schema 0 may also be valid against schema 1"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may also be valid"),
-        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "may also be valid"),
-        ({"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}]}, "may also be valid"),
-        ({"oneOf": [{"const": 3.0}, {"type": "integer", "maximum": 3}]}, "may also be valid"),
-        ({"oneOf": [{}, {"type": "null"}]}, "may also be valid"),
-        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "may also be valid"),
-        ({"oneOf": [{"type": "string"}, {"properties": {}}]}, "may also be valid"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "matches no text"),
+        ({"oneOf": [{"uniqueItems": True}, {"type": "array", "items": {}}]}, "keywords that cannot be negated"),
+        ({"allOf": [{"anyOf": [{"minLength": i}, {"maxItems": i}]} for i in range(60)]}, "too many combinations"),
+        ({"allOf": [{"anyOf": [{}, {}]}] * 70}, "too many combinations|more than 64 choices"),
+        ({"dependentRequired": {str(i): [str(i + 1)] for i in range(70)}}, "more than 64 choices"),
+        ({"type": "integer", "multipleOf": 99_991}, "multipleOf 99991 is not supported"),
+        ({"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(8, 14)]}, "is too large"),
+        ({"type": "string", "pattern": "^(?=(a|b)*a(a|b){12}$)", "minLength": 9999}, "is too large"),
+        ({"type": "number", "minimum": 10**400}, "matches no text"),
+        ({"patternProperties": {"[": {}}}, "class that is not closed"),
+        ({"not": {"not": {"$ref": "#"}}}, "matches no text"),
         ({"oneOf": [{"const": i} for i in range(1000)]}, "too many alternatives to compare"),
         ("a/path.json", "not its path"),
         ("", r"not valid JSON: Expecting value at character 1$"),
@@ -263,6 +251,46 @@ def test_one_of_schemas_that_differ(schemas):
     assert all(problem(schema, text) is None for text in texts(joint, 40, rng))
     for part in schemas:
         assert all(accepts(joint, text) for text in texts(compile_schema({**part, "$defs": schema["$defs"]}), 5, rng))
+
+
+@pytest.mark.parametrize(
+    "schemas",
+    [
+        [{"type": "string"}, {"type": "string", "minLength": 3}],
+        [{"type": "integer"}, {"type": "number"}],
+        [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}],
+        [{"const": 3.0}, {"type": "integer", "maximum": 3}],
+        [{}, {"type": "null"}],
+        [{"properties": {"a": {"type": "null"}}}, {"properties": {"b": {"type": "null"}}}],
+        [{"type": "string"}, {"properties": {}}],
+        [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}],
+        [{"type": "object", "properties": {name: {"type": "null"}}, "required": [name]} for name in "ab"],
+        [{"enum": [1, 2, "a"]}, {"enum": [2, 3]}, {"type": "string"}],
+        [{"type": "array", "items": {"type": "null"}}, {"type": "array", "minItems": 2}],
+        [{"$ref": "#/$defs/s"}, {"anyOf": [{"maxLength": 3}, {"type": "null"}]}],
+        [{"type": "object", "properties": {name: {}}, "additionalProperties": False} for name in "ab"],
+    ],
+)
+def test_one_of_schemas_that_overlap(schemas):
+    schema = {"oneOf": schemas, "$defs": {"s": {"type": "string"}}}
+    found = list(texts(compile_schema(schema), 60, np.random.default_rng(0)))
+    assert all(problem(schema, text) is None for text in found)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 10**400},
+        {"type": "array", "maxItems": 10**400, "items": {"type": "null"}},
+        {"type": "string", "format": "uri", "maxLength": 2083},
+        mutual(4),
+        {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 5000} for i in range(30)}},
+    ],
+)
+def test_limits_that_are_too_large_are_lowered(schema):
+    with bounded(schema):
+        automaton = compile_schema(schema)
+    assert all(problem(schema, text) is None for text in texts(automaton, 10, np.random.default_rng(0)))
 
 
 def test_a_level_adds_as_much_as_the_one_before():

@@ -38,7 +38,7 @@ def test_bounds_are_those_of_json_schema(bounds, values):
     valid = jsonschema.Draft202012Validator(schema).is_valid
     values += [int(bound) + more for bound in bounds.values() for more in (-1, 0, 1)]
     if not any(map(valid, [*values, 0])):
-        with pytest.raises(InputError, match="no integer satisfies both"):
+        with pytest.raises(InputError, match=r"no number satisfies both|matches no text"):
             compile_schema(schema)
         return
     automaton = compile_schema(schema)

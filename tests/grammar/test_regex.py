@@ -102,10 +102,32 @@ def test_either_case_is_that_of_ecma():
         (r"\p{Lu}\P{L}[\p{Nd}-]", ["Ä3-", "A 3"], ["aa3"]),
         (r"\x41\u0042\u{1F44B}\ud83d\udc4b\cA\0\/\-[\b]", ["AB👋👋\x01\0/-\b"], [""]),
         ("a}b]", ["a}b]"], ["a"]),
+        ("(?=.*b)(?!.*c)[a-d]{2}", ["ab", "bd"], ["ad", "bc"]),
+        ("(?:a(?=b)|c)[a-c]", ["ab", "ca"], ["aa"]),
+        ("[ab]+(?<!ba)", ["ab", "b"], ["ba", "bba"]),
     ],
 )
 def test_what_it_matches(pattern, texts, others):
     automaton = compile_regex(pattern)
+    assert [accepts(automaton, text) for text in texts + others] == [True] * len(texts) + [False] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "others"),
+    [
+        ("@", ["@", "a@b"], ["ab", ""]),
+        ("^a|b$", ["a", "axx", "xb"], ["xa", "bx"]),
+        ("^(a|b$|^c)", ["ax", "b", "cx"], ["bx", "xa"]),
+        ("(^|-)x", ["xa", "a-xb"], ["ax"]),
+        ("^$", [""], ["a"]),
+        ("", ["", "a"], []),
+        ("(?<!-)$", ["", "a"], ["a-"]),
+        ("a(?!b)", ["a", "ac", "aba"], ["ab", "b"]),
+        ("^(?:(?!x)[a-z])?1", ["1", "a1"], ["x1", "b"]),
+    ],
+)
+def test_search(pattern, texts, others):
+    automaton = compile_expression(read_regex(pattern, search=True))
     assert [accepts(automaton, text) for text in texts + others] == [True] * len(texts) + [False] * len(others)
 
 
@@ -136,10 +158,10 @@ def test_no_state_is_superfluous():
         ("[a&&b]", "has && in a class"),
         ("[[:alpha:]]", r"has \[: in a class"),
         (r"[^\s\S]", "matches no character"),
-        ("(?=a)b", r"has a look-ahead, \(\?=\.\.\.\), which is not supported"),
-        ("(?!a)b", "a look-ahead"),
-        ("(?<=a)b", "a look-behind"),
-        ("(?<!a)b", "a look-behind"),
+        ("(?=a)b", "matches no text"),
+        ("((?!ab).)*", "a look-around in a repetition"),
+        ("(?=a)*", "repeats a look-ahead"),
+        ("(?<!a)b", "a look-behind that is not at the end"),
         ("(?>a)", "an atomic group"),
         ("(?(1)a)", "a condition"),
         ("(?#x)", "a comment"),

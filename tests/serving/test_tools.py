@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgen.errors import InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.hermes import CLOSING, Hermes
 from jaxgen.serving.tools import Tools
@@ -239,31 +240,32 @@ def test_a_tokenizer_of_the_other_kind_has_calls_too():
 
 @pytest.mark.parametrize(
     "city",
-    [{"type": "string", "propertyNames": {}}, {"$ref": "#/$defs/city"}],
+    [{"type": "array", "uniqueItems": True}, {"$ref": "#/$defs/city"}],
 )
 def test_an_unsupported_keyword_is_refused_with_the_tool(city):
     parameters = {
         "type": "object",
         "properties": {"city": city},
-        "$defs": {"city": {"type": "string", "propertyNames": {}}},
+        "$defs": {"city": {"type": "array", "uniqueItems": True}},
     }
     tools = [tool("f"), tool("weather", parameters)]
     assert Tools.of(tools, "auto", None).parses  # only a forced call is constrained
-    with pytest.raises(InputError, match=r"the tool weather: .*city has propertyNames, which is not supported"):
+    with pytest.raises(InputError, match=r"the tool weather: .*city has uniqueItems, which is supported for"):
         automaton_of(Tools.of(tools, "required", None), byte_level())
     assert verdict(Tools.of(tools, named("f"), None), written("f")) is True
 
 
 @pytest.mark.slow
 def test_calls_that_are_too_large_are_refused():
-    def tools(length, choice):
-        parameters = {"properties": {"text": {"type": "string", "maxLength": length}}, "required": ["text"]}
+    def tools(length, choice, least=0):
+        text = {"type": "string", "minLength": least, "maxLength": length}
+        parameters = {"properties": {"text": text}, "required": ["text"]}
         return Tools.of([tool("f", parameters)], choice, None)
 
     assert verdict(tools(1000, named("f")), written("f", '{"text": "a"}')) is True
     assert verdict(tools(1000, "required"), "\n".join([written("f", '{"text": "a"}')] * 9)) is True
     with pytest.raises(InputError, match=r"f\.parameters\.properties\.text is too large"):
-        automaton_of(tools(10_000, named("f")), byte_level())
+        automaton_of(tools(10_000, named("f"), 10_000), byte_level())
 
 
 def test_the_key_identifies_the_automaton():

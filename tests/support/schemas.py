@@ -56,13 +56,17 @@ class RandomSchemas:
             {"minLength": low, "maxLength": high},
             {"pattern": self.random.choice(PATTERNS)},
             {"pattern": self.random.choice(PATTERNS)},
-            {"format": self.random.choice(["date", "time", "date-time", "uuid", "email", "uri"])},
+            {"format": self.random.choice(["date", "time", "date-time", "uuid", "email", "uri", "ipv4", "color"])},
+            {"pattern": self.random.choice(PATTERNS), "maxLength": high + 2},
+            {"format": "uri", "minLength": low, "maxLength": high + 12},
         ]
         return {"type": "string", **self.random.choice(kinds)}
 
     def scalar(self, _: int) -> dict[str, Any]:
         if self.random.random() < 0.4:
             return self.integer()
+        if self.random.random() < 0.3:
+            return self.number()
         names = ["integer", "number", "boolean", "null"]
         return {"type": self.random.choice([*names, self.random.sample(names, 2)])}
 
@@ -70,6 +74,15 @@ class RandomSchemas:
         low, high = sorted(self.random.choice([-1, 1]) * self.random.randrange(10**digits) for digits in (1, 5))
         bounds = [("minimum", low), ("exclusiveMinimum", low - 0.5), ("maximum", high), ("exclusiveMaximum", high + 1)]
         return {"type": "integer", **dict(self.random.sample(bounds, self.random.randint(1, 4)))}
+
+    def number(self) -> dict[str, Any]:
+        low, high = sorted(
+            self.random.choice([self.random.uniform(-9, 9), self.random.randint(-9, 9)]) for _ in range(2)
+        )
+        low, high = round(low, 2), round(high, 2) + 1
+        bounds = [("minimum", low), ("exclusiveMinimum", low), ("maximum", high), ("exclusiveMaximum", high)]
+        schema: dict[str, Any] = {"type": "number", **dict(self.random.sample(bounds, self.random.randint(1, 3)))}
+        return schema | ({"multipleOf": self.random.choice([1, 2, 0.5, 0.01])} if self.random.random() < 0.3 else {})
 
     def value(self, depth: int = 1) -> Any:
         values = [None, True, False, 0, -3, 2.5, 1e30, self.random.choice(WORDS)]
@@ -93,8 +106,28 @@ class RandomSchemas:
         if self.random.random() < 0.7:
             schema["required"] = [name for name in names if self.random.random() < 0.6]
         if self.random.random() < 0.3:
-            schema["additionalProperties"] = False
-        return schema
+            schema["additionalProperties"] = self.random.choice([False, self.schema(0)])
+        return schema | self.condition(names)
+
+    def condition(self, names: list[str]) -> dict[str, Any]:
+        """Return a further condition on an object with members of these names."""
+        name, other = (self.random.choice(names or WORDS) for _ in range(2))
+        required, without = {"required": [name]}, {"required": [other]}
+        return self.random.choice(
+            [
+                *[{}] * 8,
+                {"minProperties": self.random.randint(0, 2)},
+                {"maxProperties": self.random.randint(1, 3)},
+                {"patternProperties": {self.random.choice(["^a", "k"]): self.schema(0)}},
+                {"propertyNames": {"maxLength": 4}},
+                {"dependentRequired": {name: [other]}},
+                {"anyOf": [required, without]},
+                {"oneOf": [required, without]},
+                {"not": required},
+                {"if": required, "then": without, "else": {"minProperties": 1}},
+                {"allOf": [{"properties": {name: self.schema(0)}}, without]},
+            ]
+        )
 
     def inner(self, depth: int) -> dict[str, Any]:
         return {"$ref": "#"} if self.random.random() < 0.05 else self.schema(depth - 1)
@@ -106,13 +139,18 @@ class RandomSchemas:
             return {**schema, **self.random.choice([{}, {"minItems": size}, {"items": False, "type": "array"}])}
         low, high = sorted(self.random.choices(range(4), k=2))
         limits = self.random.choice([{}, {"minItems": low}, {"maxItems": high}, {"minItems": low, "maxItems": high}])
-        items = {} if self.random.random() < 0.1 else {"items": self.inner(depth)}
+        if self.random.random() < 0.2:
+            return {"type": "array", "items": {"enum": [1, "a", None, True, 1.0]}, "uniqueItems": True, **limits}
+        contains = {"contains": self.schema(0)} if self.random.random() < 0.1 else {}
+        items = contains if self.random.random() < 0.1 else {"items": self.inner(depth), **contains}
         return {"type": "array", **items, **limits}
 
     def choice(self, depth: int) -> dict[str, Any]:
         kind = self.random.random()
-        if kind < 0.2:
+        if kind < 0.1:
             return {"allOf": [self.schema(depth - 1)]}
+        if kind < 0.2:
+            return {"allOf": [self.schema(depth - 1), self.random.choice([self.schema(0), {"not": self.schema(0)}])]}
         if kind < 0.6:
             return {"anyOf": [self.schema(depth - 1) for _ in range(self.random.randint(1, 3))]}
         if kind < 0.8:
@@ -121,7 +159,7 @@ class RandomSchemas:
                 for name in self.random.sample(WORDS, 2)
             ]
             return {"oneOf": [{**schema, "type": "object"} for schema in tagged]}
-        return {"oneOf": [self.schema(depth - 1) for _ in range(2)]}  # refused if they overlap
+        return {"oneOf": [self.schema(depth - 1) for _ in range(2)]}
 
     def reference(self, depth: int) -> dict[str, Any]:
         if not self.definitions or self.random.random() < 0.5:
@@ -136,7 +174,7 @@ def _pattern(_, pattern, instance, schema):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-_FORMATS = jsonschema.FormatChecker(["date", "email", "uuid"])
+_FORMATS = jsonschema.FormatChecker(["date", "email", "uuid", "ipv4", "ipv6"])
 
 
 @_FORMATS.checks("time", raises=ValueError)

@@ -12,7 +12,6 @@ from jaxgen.grammar.expression import Expression, Text
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.serving.formats.reading import SPACE, Broken, Call, Reading
 
-_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # a schema with one of these keywords needs no type
 Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name
 
 
@@ -62,9 +61,8 @@ def arguments(name: str, schema: dict[str, Any] | None) -> Expression:
     """Return the grammar of a function's arguments as JSON; a function without a schema has no arguments."""
     if schema is None:
         return Text(b"{}")
-    schema = schema if any(key in schema for key in _WHOLE) else {"type": "object", **schema}
     try:
-        return read_schema(schema, name=f"{name}.parameters")
+        return read_schema({"type": "object", **schema}, name=f"{name}.parameters")
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
 
