@@ -41,7 +41,7 @@ def parser() -> arguments.Parser:
         reason=_reason,
         prog="jaxgen",
         usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
-        "       jaxgen serve --help\n       jaxgen train --help",
+        "       jaxgen serve --help\n       jaxgen run-batch --help\n       jaxgen train --help",
         description="Continue a prompt with a checkpoint; without --model, with the bundled model. "
         "Text goes to stdout as it is generated, everything else to stderr.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
