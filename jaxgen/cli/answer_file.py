@@ -180,7 +180,9 @@ class _Part:
                     self.indices.append(int(match[1]))
                     self.offsets.append(self.end)
                 elif not self.runs and not b'{"run": '.startswith(line[:8]):
-                    raise InputError(f"{path} was not written by this command: remove it, or choose another output file")
+                    raise InputError(
+                        f"{path} was not written by this command: remove it, or choose another output file"
+                    )
                 else:  # an incomplete line
                     break
                 self.end += len(line)
@@ -197,7 +199,7 @@ def _parts(target: Path, prompts: int) -> list[_Part]:
 
 def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
-        raise InputError(f"{target} exists: choose another output file, or remove it")
+        raise InputError(f"{target} exists: choose another name, or remove it")
 
 
 def _lock(stream: io.FileIO, partial: Path) -> None:

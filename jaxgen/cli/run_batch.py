@@ -8,14 +8,15 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.hf import Checkpoint, float_dtype
 from jaxgen.cli import terminal
 from jaxgen.cli.answer import open_model
-from jaxgen.cli.answer_file import AnswerFile, answer_file
+from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.fingerprint import fingerprint
+from jaxgen.cli.input_file import source_bytes
+from jaxgen.cli.remote_output import output_file
 from jaxgen.cli.serve import extra_installed, open_service, served_name
 from jaxgen.errors import GenerationError
 from jaxgen.programs import default_device
@@ -39,11 +40,11 @@ def run_batch(options: argparse.Namespace) -> int:
     with extra_installed():
         from jaxgen.serving.batch import read_batch
         from jaxgen.serving.limits import Limits
-    data = Path(options.input).read_bytes()
+    data = source_bytes(options.input)
     requests = read_batch(options.input, data)
     source = open_model(options, list(dict(options.adapter or []).values()))
     failed = 0
-    with answer_file(options.output, _run(options, data, source), prompts=len(requests)) as file:
+    with output_file(options.output, _run(options, data, source), prompts=len(requests)) as file:
         left = [index for index in range(len(requests)) if not file.done[index]]
         if len(left) < len(requests):
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")

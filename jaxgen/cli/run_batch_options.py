@@ -19,8 +19,8 @@ def parser() -> arguments.Parser:
     )
     add = result.add_argument
     add("input", metavar="INPUT", type=arguments.source, help="the file of requests, one per line")
-    add("output", metavar="OUTPUT", type=arguments.path, help="the file for the answers, in the same order")
-    add("--model", metavar="MODEL", help="the directory of a checkpoint, or its id on the hub (default: bundled)")
+    add("output", metavar="OUTPUT", type=arguments.target, help="the file for the answers, in the same order")
+    add("--model", metavar="MODEL", help="a checkpoint: its directory, URL or id on the hub (default: bundled)")
     queue = "maximum number of prompts in a request (default: 256)"
     add("--queue", type=arguments.count, default=256, metavar="N", help=queue)
     add_model_options(result)

@@ -19,7 +19,7 @@ def parser() -> arguments.Parser:
         epilog="Each request sets its own generation options; the checkpoint's generation_config.json has defaults.",
     )
     add = result.add_argument
-    add("model", metavar="MODEL", nargs="?", help="the directory of a checkpoint, or its id on the hub")
+    add("model", metavar="MODEL", nargs="?", help="a checkpoint: its directory, its URL, or its id on the hub")
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     port = "the port to listen on (default: 8000); 0 chooses a free one"
     add("--port", type=arguments.natural, default=8000, metavar="N", help=port)
