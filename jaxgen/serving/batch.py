@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -75,7 +75,7 @@ def _check(request: BatchRequest) -> None:
 
 async def answer_batch(
     app: ASGIApp, requests: Sequence[BatchRequest], indices: Sequence[int], at_once: int
-) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """Answer the requests in `indices`, and yield the index and the output line of each one as it is answered.
 
     A request that the service refuses because too many prompts are waiting is repeated after the others, with fewer
@@ -101,7 +101,7 @@ async def answer_batch(
 
 async def _each(
     app: ASGIApp, requests: Sequence[BatchRequest], indices: Sequence[int], at_once: int
-) -> AsyncIterator[tuple[int, int, bytes]]:
+) -> AsyncGenerator[tuple[int, int, bytes], None]:
     """Yield the index, the status and the body of each answer."""
     following, running = iter(indices), set()
     try:
