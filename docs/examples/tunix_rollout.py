@@ -6,8 +6,9 @@
     engine = functools.partial(JaxgenRollout, model="Qwen2.5-0.5B-Instruct", tensors=tensors)
     cluster = RLCluster(actor=model, ..., cluster_config=ClusterConfig(rollout_engine=engine, ...))
 
-The trainer's weights become jaxgen's whenever tunix synchronizes them. tunix requires an older safetensors than jaxgen,
-but does not need it: install tunix first, then jaxgen.
+jaxgen starts with the trainer's weights, and gets the new ones whenever tunix synchronizes them. `offload_to_cpu` and
+low-rank updates are not supported. tunix requires an older safetensors than jaxgen, but does not need it: install tunix
+first, then jaxgen.
 """
 
 import re
@@ -25,11 +26,12 @@ class JaxgenRollout(BaseRollout):
     """The checkpoint `model`, whose tensors have the names that the table `tensors` maps to those of the trainer."""
 
     def __init__(self, rollout_actor, tokenizer=None, mesh=None, rollout_config=None, *, model, tensors):
-        """Load the checkpoint. tunix passes the first four arguments."""
-        self.actor, self.tensors, self.calls = rollout_actor, tensors, 0
+        """Load the checkpoint's config, and take the trainer's weights. tunix passes the first four arguments."""
+        self.tensors, self.calls = tensors, 0
         dtype = None if rollout_config is None else rollout_config.data_type
         self.params, self.cfg = load_hf(model, dtype=None if dtype is None else jnp.dtype(dtype).name)
         self.tok = Tokenizer.from_pretrained(model)
+        self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **_) -> RolloutOutput:
         """Answer the prompts. The log-probabilities are those after the temperature, but before top-k and top-p."""
@@ -91,6 +93,5 @@ class JaxgenRollout(BaseRollout):
         """Return the id of the token that ends an answer, or of the first of several."""
         return int(np.atleast_1d(np.asarray(self.cfg.eos_token_id))[0])
 
-    def model(self) -> nnx.Module:
-        """Return the trainer's model."""
-        return self.actor
+    def model(self) -> None:
+        """Return None: no model shares its weights with jaxgen, so tunix synchronizes them."""
