@@ -74,8 +74,9 @@ def check_arguments(words: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_dockerfile():
-    pytest.importorskip("kubernetes_validate", reason="the extra deploy is not installed")
     linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists():
+        pytest.skip("hadolint is not installed: install the extra deploy")
     done = subprocess.run([linter, "--no-color", FOLDER / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 

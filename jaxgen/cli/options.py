@@ -207,7 +207,7 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
             command.error(f"{_flag(name)} is for the prompts of --input: use that too, or leave it out")
     if options.shard is not None and options.output is None:
         command.error("--shard records the answers of several processes in files: add --output, the same for all")
-    if options.shard is not None and is_url(options.output):
+    if options.shard is not None and is_url(options.output or ""):
         command.error("--shard merges files in the directory of --output, so it cannot be a URL: name a shared file")
     if options.shard is not None and options.seed is None:
         command.error("--seed random draws a different seed in each shard: pass a number")
