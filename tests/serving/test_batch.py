@@ -6,7 +6,8 @@ import json
 import httpx
 import pytest
 
-from jaxgen.errors import InputError
+from jaxgen.cli.run_batch import _answer
+from jaxgen.errors import GenerationError, InputError
 from jaxgen.serving.batch import BatchRequest, answer_batch, read_batch
 from tests.support.service import running
 
@@ -87,6 +88,14 @@ def test_requests_that_are_not_read_to_the_end_are_cancelled(service):
     httpx.post(service.url + TEXT, json={"prompt": "a", "max_tokens": 1}, timeout=60)  # after the next chunk
     counts = service.engine.counts()
     assert (counts.running, counts.waiting) == (0, 0)
+
+
+def test_an_engine_that_stops_ends_the_run(capsys):
+    """Requests that it has not answered get no line, so that the run can continue."""
+    with running(warm=False) as made:
+        made.engine.close()
+        with pytest.raises(GenerationError, match="the engine stopped: the service is shutting down"):
+            asyncio.run(_answer(made.service, batch(line("a", prompt="x")), [0], None, 1))
 
 
 GOOD = json.dumps(line("a", prompt="x"))
