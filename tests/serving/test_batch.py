@@ -76,7 +76,8 @@ def test_more_prompts_than_may_wait(service):
 
 
 def test_requests_that_are_not_read_to_the_end_are_cancelled(service):
-    requests = batch(*(line(str(number), TEXT, prompt="a", max_tokens=100, ignore_eos=True) for number in range(4)))
+    sizes = enumerate([1, 100, 100, 100])
+    requests = batch(*(line(str(number), prompt="a", max_tokens=size, ignore_eos=True) for number, size in sizes))
 
     async def first():
         answered = answer_batch(service.service.app(), requests, range(4), 4)
