@@ -1,4 +1,4 @@
-"""Find a model's directory: a local one, or one downloaded from the Hugging Face Hub.
+"""Find a model's directory: a local one, or one copied from the Hugging Face Hub or from a URL.
 
 Downloads use huggingface_hub with its cache and its environment variables: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
 HF_HUB_OFFLINE and HF_TOKEN.
@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.config import read_model
+from jaxgen.remote import is_url, local_copy
 from jaxgen.text.json_file import fetch_again, read_json
 from jaxgen.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 
@@ -32,18 +33,25 @@ _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return a model's local directory, given its path or a hub id.
+    """Return a model's local directory, given its path, a URL such as gs://bucket/model, or a hub id.
 
     An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or a full
     commit hash. A directory is returned unchanged, and takes precedence over an id with the same spelling. Files
     that are not in the cache are downloaded; if the hub cannot be reached, only the cache is used. The weights are
     downloaded last, and only if the model's config is supported.
 
+    A URL is read with fsspec (the extra `remote`) and copied to the folder `jaxgen/models` in `$XDG_CACHE_HOME` or
+    `~/.cache`, unless a copy of the same files is already there.
+
     Raises:
-        InputError: `model` is neither a directory nor an id, or cannot be downloaded; the message says why.
+        InputError: `model` is not a directory, a URL or an id, or cannot be downloaded; the message says why.
         ConfigError: the model is not supported.
     """
     model = os.fspath(model)
+    of_tokenizer = [*TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*"]
+    all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *of_tokenizer]
+    if is_url(model):
+        return local_copy(model, all_but_weights, ["*.safetensors"], lambda copy: _check_config(model, copy))
     if os.path.isdir(model):
         return Path(model)
     if os.path.exists(model):
@@ -54,8 +62,6 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     name, revision = match.groups()
     if revision is not None and not _REVISION.fullmatch(revision):
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
-    of_tokenizer = [*TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*"]
-    all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *of_tokenizer]
     directory = _fetch(name, revision, all_but_weights)
     _check_config(model, directory)
     directory = _fetch(name, directory.name, ["*.safetensors"])  # the directory is named after its commit

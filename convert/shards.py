@@ -15,6 +15,7 @@ from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
 from convert.tensors import Tensor, read_header, write_file
 from jaxgen.errors import ConfigError
+from jaxgen.remote import is_url
 from jaxgen.text import json_file
 
 STEM = "model"
@@ -142,6 +143,8 @@ def checkpoint_directory(path) -> Path:
     advice = "pass a local checkpoint directory"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)):
         advice += "; a model on the Hugging Face Hub is fetched by convert.hub.local_directory"
+    elif is_url(str(given)):
+        advice += ", such as the one that convert.hub.local_directory copies a URL to"
     raise CheckpointError([f"{given} is not a directory: {advice}"])
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
+from jaxgen.remote import is_url
 from jaxgen.text.json_file import kind_of, parse_json
 
 # Exit statuses of the commands.
@@ -111,7 +112,14 @@ def path(text: str) -> Path:
     """Parse a path. The file need not exist."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is a URL, which is not offered here: copy it to a file first")
     return Path(text)
+
+
+def target(text: str) -> Path | str:
+    """Parse the path or the URL of a file to write."""
+    return text if is_url(text) else path(text)
 
 
 def named_path(text: str) -> tuple[str, Path]:
@@ -130,8 +138,8 @@ def origin(text: str) -> str:
 
 
 def source(text: str) -> str:
-    """Parse a file name, or "-" for stdin."""
-    return str(path(text))
+    """Parse a file name or a URL, or "-" for stdin."""
+    return text if is_url(text) else str(path(text))
 
 
 def file(text: str) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 
 from jaxgen.errors import InputError, JaxgenWarning
+from jaxgen.remote import cache_directory
 
 _LIMIT = 1 << 30  # maximum size in bytes, of the programs for all machines
 _LAYOUT = "3"  # version of the files: a checksum and what jax stores
@@ -155,7 +156,7 @@ def _files(root: Path) -> Iterator[tuple[float, int, Path]]:
 
 
 def _default_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxgen" / "programs"
+    return cache_directory() / "programs"
 
 
 def _machine() -> str:

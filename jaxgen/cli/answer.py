@@ -27,7 +27,7 @@ from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.buckets import power_of_two
 from jaxgen.cli import terminal
-from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, answer_file, recorded
+from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, recorded
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
@@ -37,6 +37,7 @@ from jaxgen.cli.many import write_answers
 from jaxgen.cli.memory import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
+from jaxgen.cli.remote_output import local_target, output_file
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
@@ -223,12 +224,14 @@ def _answer_file(
     """Open --output in process 0; other processes discard their output."""
     target = options.output if jax.process_index() == 0 else None
     if options.seed is None:
-        before = recorded(target).get("--seed") if target is not None else None  # the seed of an interrupted run
+        before = (
+            recorded(local_target(target)).get("--seed") if target is not None else None
+        )  # the seed of an interrupted run
         options.seed = before if isinstance(before, int) else secrets.randbelow(2**31)
         terminal.say("seed", options.seed)
     if target is None:
         return contextlib.nullcontext()
-    return answer_file(target, _run(options, job), prompts=len(job.lines), shard=job.shard)
+    return output_file(target, _run(options, job), prompts=len(job.lines), shard=job.shard)
 
 
 def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session:

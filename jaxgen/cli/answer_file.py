@@ -1,4 +1,4 @@
-"""The --output file, which appears only when it is complete. Interrupted runs can be resumed.
+"""The file of answers, which appears only when it is complete. Interrupted runs can be resumed.
 
 Until FILE is complete, its directory contains a partial file for each shard that has answers:
   FILE.partial          the whole input
@@ -100,7 +100,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     try:
         stream = io.FileIO(own, "a+")
     except OSError as error:
-        raise InputError(f"--output {target} cannot be written: {error.strerror}: {own}") from error
+        raise InputError(f"{target} cannot be written: {error.strerror}: {own}") from error
     with stream:
         _lock(stream, own)
         part, begin = _Part(own, prompts), 0
@@ -180,7 +180,9 @@ class _Part:
                     self.indices.append(int(match[1]))
                     self.offsets.append(self.end)
                 elif not self.runs and not b'{"run": '.startswith(line[:8]):
-                    raise InputError(f"{path} was not written by this command: remove it, or choose another --output")
+                    raise InputError(
+                        f"{path} was not written by this command: remove it, or choose another output file"
+                    )
                 else:  # an incomplete line
                     break
                 self.end += len(line)
@@ -197,14 +199,14 @@ def _parts(target: Path, prompts: int) -> list[_Part]:
 
 def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
-        raise InputError(f"--output {target} exists: choose another name, or remove it")
+        raise InputError(f"{target} exists: choose another name, or remove it")
 
 
 def _lock(stream: io.FileIO, partial: Path) -> None:
     """Lock a partial file until it is closed; raise an error if another process has locked or removed it."""
     free = _locked(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
-        raise InputError(f"{partial} is being written by another process: wait for it, or choose another --output")
+        raise InputError(f"{partial} is being written by another process: wait for it, or choose another output file")
 
 
 def _locked(stream: Any, operation: int) -> bool:

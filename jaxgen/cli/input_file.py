@@ -14,6 +14,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.engine.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, check_count, hint, source_of, unknown
 from jaxgen.errors import InputError, JaxgenWarning, check_whole, shown, warn
 from jaxgen.model.config import ModelConfig
+from jaxgen.remote import is_url, read
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import text_lines
@@ -52,13 +53,13 @@ class Line(NamedTuple):
 def read_lines(
     source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[list[int], int | None], int]
 ) -> list[Line]:
-    """Read a file, or stdin if `source` is "-".
+    """Read a file or a URL, or stdin if `source` is "-".
 
     Each line is a prompt or, if the first line is JSON, a prompt in the format of `generate_many`, as JSON.
     Empty lines are skipped. Raise an `InputError` if a line is invalid, or if there are no lines. `budget` maps a
     prompt's ids and its own `max_new_tokens` (None if it has none) to its maximum number of new tokens.
     """
-    data = stdin_bytes() if source == "-" else Path(source).read_bytes()
+    data = source_bytes(source)
     lines = text_lines(f"--input {source}", data)
     if not lines:
         raise InputError(f"--input {source} has no prompt: write one per line")
@@ -95,6 +96,13 @@ def line_errors(source: str, number: int) -> Iterator[None]:
             raise InputError(f"{where}: {error}") from error
     for each in caught:
         warn(f"{where}: {each.message}")
+
+
+def source_bytes(source: str) -> bytes:
+    """Return the content of a file or a URL, or of stdin if `source` is "-"."""
+    if source == "-":
+        return stdin_bytes()
+    return read(source) if is_url(source) else Path(source).read_bytes()
 
 
 def stdin_bytes() -> bytes:

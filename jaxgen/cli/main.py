@@ -1,4 +1,4 @@
-"""The `jaxgen` command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen serve`, `jaxgen train`."""
+"""The `jaxgen` command: a prompt, `--chat` or `--input FILE`, or one of `serve`, `run-batch` and `train`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli import distributed, terminal
 from jaxgen.cli.options import in_flags, parse
+from jaxgen.cli.run_batch_options import parse as parse_run_batch
 from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     _train(argv[1:])
                 elif argv[:1] == ["serve"]:
                     _serve(argv[1:])
-                elif (status := _answer(argv)) != 0:
+                elif (status := _run_batch(argv[1:]) if argv[:1] == ["run-batch"] else _answer(argv)) != 0:
                     return status
             print(end="", flush=True)
             return 0
@@ -157,6 +158,20 @@ def _serve(argv: Sequence[str]) -> None:
 
         with _device(options):
             serve(options)
+
+
+def _run_batch(argv: Sequence[str]) -> int:
+    options = parse_run_batch(argv)
+    with terminal.ticking("starting"):
+        check_convert()
+        from jaxgen.cli.run_batch import run_batch
+
+        with _device(options):
+            failed = run_batch(options)
+    if failed:
+        requests = "1 request" if failed == 1 else f"{failed:,} requests"
+        terminal.say("error", f"{requests} could not be answered: see the field response")
+    return FAILED if failed else 0
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
+from jaxgen.remote import is_url
 from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
@@ -41,7 +42,7 @@ def parser() -> arguments.Parser:
         reason=_reason,
         prog="jaxgen",
         usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
-        "       jaxgen serve --help\n       jaxgen train --help",
+        "       jaxgen serve --help\n       jaxgen run-batch --help\n       jaxgen train --help",
         description="Continue a prompt with a checkpoint; without --model, with the bundled model. "
         "Text goes to stdout as it is generated, everything else to stderr.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
@@ -70,7 +71,7 @@ def _add_sources(command: arguments.Parser) -> None:
     many = "one prompt per line, or JSONL, in which lines may set options; - is stdin"
     add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
     to = "write the answers to --input to this file, as JSONL (default: stdout)"
-    add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
+    add("-o", "--output", type=arguments.target, metavar="FILE", help=to)
     part = "answer every R-th prompt of --input, from number r (0 to R-1) on; the last process merges the answers"
     add("--shard", type=arguments.shard, metavar="r/R", help=part)
     busy = "answers to --input generated at a time (default: 32); when one ends, the next prompt begins"
@@ -94,7 +95,7 @@ def _add_sources(command: arguments.Parser) -> None:
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
-    add("-m", "--model", metavar="DIR", help="the directory of a Hugging Face checkpoint, or its id on the hub")
+    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
@@ -210,6 +211,8 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
             command.error(f"{_flag(name)} is for the prompts of --input: use that too, or leave it out")
     if options.shard is not None and options.output is None:
         command.error("--shard records the answers of several processes in files: add --output, the same for all")
+    if options.shard is not None and is_url(options.output or ""):
+        command.error("--shard merges files in the directory of --output, so it cannot be a URL: name a shared file")
     if options.shard is not None and options.seed is None:
         command.error("--seed random draws a different seed in each shard: pass a number")
     if options.logprobs and options.input is None:

@@ -10,10 +10,11 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from convert.hf import Checkpoint
 from jaxgen.cli import terminal
 from jaxgen.cli.answer import load_model, mesh_of_devices, open_model
 from jaxgen.cli.fingerprint import fingerprint
@@ -24,70 +25,99 @@ from jaxgen.scoring.pooling import Pooling
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.version import __version__
 
+if TYPE_CHECKING:
+    from jaxgen.serving.app import Service
+
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
 _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
 
 
 def serve(options: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT, then finish the submitted requests."""
-    try:
+    with extra_installed():
         import uvicorn
 
-        from jaxgen.serving.app import Service
         from jaxgen.serving.limits import Limits
-    except ModuleNotFoundError as error:
-        raise InputError(f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[serve]"') from error
     with _listening(options.host, options.port) as listener:
-        adapters = dict(options.adapter or [])
-        paths = list(adapters.values())
-        source = open_model(options, paths)
-        tokenizer, pooling = Tokenizer.from_pretrained(source.path), Pooling.from_pretrained(source.path)
-        params, loaded = load_model(source, paths, options, mesh_of_devices(options.mesh))
-        context = loaded.model.context_length
-        cfg = configured(loaded, options, context)
-        width = min(options.prompt_width or _MOST_PROMPT, context)
-        terminal.show("compiling")
-        engine = Engine(
-            params,
-            cfg,
-            jax.random.key(0),  # not used, because each request has its own key
-            tokenizer=tokenizer,
-            slots=options.slots,
-            prompt_width=width,
-            most_waiting=options.queue,
-            prefix_cache_bytes=options.prefix_cache_bytes,
-            grammar_states=options.grammar_states,
-            grammar_transitions=options.grammar_transitions,
-            grammar_classes=options.grammar_classes,
-            grammars=options.grammars,
-            stop_in_prompt=False,
-            id_entries=_ID_ENTRIES,
-        )
-        with engine:
-            engine.warmup()
-            name = options.name or Path(options.model or "jaxgen-demo").name or options.model
-            weights = f"{fingerprint(source, paths)} {options.dtype} {options.quantize} {__version__}"
-            service = Service(
-                engine,
-                params,
-                name,
-                adapters=list(adapters),
-                fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
-                keys=options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key],
-                response_store_bytes=options.response_store_bytes,
-                pooling=pooling,
-                cors_origins=options.cors_origin or [],
-                limits=Limits(body=options.max_body, seconds=options.timeout),
-                thoughts=not options.thoughts_in_content,
-            )
+        source = open_model(options, list(dict(options.adapter or []).values()))
+        keys = options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key]
+        own = {
+            "limits": Limits(body=options.max_body, seconds=options.timeout),
+            "keys": keys,
+            "response_store_bytes": options.response_store_bytes,
+            "cors_origins": options.cors_origin or [],
+        }
+        with open_service(source, options, **own) as service:
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.erase()
-            terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            terminal.say("ready", f"{served_name(options)} at {where}")
             # After its shutdown, uvicorn raises SIGTERM again; ignoring it keeps the exit from looking like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def open_service(source: Checkpoint, options: argparse.Namespace, **own: Any) -> Iterator[Service]:
+    """Load a checkpoint, compile the engine's programs, and yield a service; close its engine when the block exits.
+
+    `own` are the arguments of the service that do not come from the options of the model.
+    """
+    with extra_installed():
+        from jaxgen.serving.app import Service
+    adapters = dict(options.adapter or [])
+    paths = list(adapters.values())
+    tokenizer, pooling = Tokenizer.from_pretrained(source.path), Pooling.from_pretrained(source.path)
+    params, loaded = load_model(source, paths, options, mesh_of_devices(options.mesh))
+    context = loaded.model.context_length
+    cfg = configured(loaded, options, context)
+    width = min(options.prompt_width or _MOST_PROMPT, context)
+    terminal.show("compiling")
+    engine = Engine(
+        params,
+        cfg,
+        jax.random.key(0),  # not used, because each request has its own key
+        tokenizer=tokenizer,
+        slots=options.slots,
+        prompt_width=width,
+        most_waiting=options.queue,
+        prefix_cache_bytes=options.prefix_cache_bytes,
+        grammar_states=options.grammar_states,
+        grammar_transitions=options.grammar_transitions,
+        grammar_classes=options.grammar_classes,
+        grammars=options.grammars,
+        stop_in_prompt=False,
+        id_entries=_ID_ENTRIES,
+    )
+    weights = f"{fingerprint(source, paths)} {options.dtype} {options.quantize} {__version__}"
+    with engine:
+        engine.warmup()
+        yield Service(
+            engine,
+            params,
+            served_name(options),
+            adapters=list(adapters),
+            fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
+            pooling=pooling,
+            thoughts=not options.thoughts_in_content,
+            **own,
+        )
+
+
+def served_name(options: argparse.Namespace) -> str:
+    """Return the model's name in requests."""
+    return options.name or Path(options.model or "jaxgen-demo").name or options.model
+
+
+@contextlib.contextmanager
+def extra_installed() -> Iterator[None]:
+    """In the block, packages of the extra `serve` are imported; if one is missing, say how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name} is missing: in the clone of jaxgen, run pip install -e ".[serve]"') from error
 
 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:

@@ -19,30 +19,41 @@ def parser() -> arguments.Parser:
         epilog="Each request sets its own generation options; the checkpoint's generation_config.json has defaults.",
     )
     add = result.add_argument
-    add("model", metavar="MODEL", nargs="?", help="the directory of a checkpoint, or its id on the hub")
+    add("model", metavar="MODEL", nargs="?", help="a checkpoint: its directory, its URL, or its id on the hub")
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     port = "the port to listen on (default: 8000); 0 chooses a free one"
     add("--port", type=arguments.natural, default=8000, metavar="N", help=port)
-    add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
-    tuned = "also serve the model with this LoRA adapter, under this name; can be repeated"
-    add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
     key = "answer only clients with this key; can be repeated (default: JAXGEN_API_KEY in the environment, or none)"
     add("--api-key", action="append", metavar="KEY", help=key)
     origin = "let pages from this origin, such as http://localhost:3000, use the service; can be repeated; * for all"
     add("--cors-origin", type=arguments.origin, action="append", metavar="URL", help=origin)
+    stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
+    add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
+    waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
+    add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
+    limit = "seconds until a request fails (default: 600)"
+    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
+    largest = "maximum bytes of a request (default: 4 MiB)"
+    add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
+    add_model_options(result)
+    return result
+
+
+def add_model_options(parser: arguments.Parser) -> None:
+    """Add the options that `jaxgen run-batch` has too: the model's name, the sizes of the engine, and the device."""
+    add = parser.add_argument
+    add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
+    tuned = "also serve the model with this LoRA adapter, under this name; can be repeated"
+    add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
     add("--slots", type=arguments.count, default=16, metavar="N", help="answers generated at a time (default: 16)")
     width = "maximum tokens in a prompt, for which memory is reserved (default: the model's context, at most 4096)"
     add("--prompt-width", type=arguments.count, metavar="N", help=width)
     most = "maximum tokens in an answer, for which memory is reserved (default: the model's context, at most 2048)"
     add("--max-new-tokens", type=arguments.count, metavar="N", help=most)
-    waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
-    add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
     likely = "maximum top_logprobs of a request (default: 20)"
     add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help=likely)
     store = "size of the store for prompts that begin alike (default: 256 MB); 0 turns it off"
     add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
-    stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
-    add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
     states = "states in the table of all schemas in use; one schema may use half (default: 65536)"
     add("--grammar-states", type=arguments.count, default=2**16, metavar="N", help=states)
     transitions = "transitions in this table; one schema may use half (default: 524288)"
@@ -52,10 +63,6 @@ def parser() -> arguments.Parser:
     add("--grammars", type=arguments.count, default=64, metavar="N", help="different schemas in use (default: 64)")
     apart = "leave a model's thoughts in the content of its answers, with their tags"
     add("--thoughts-in-content", action="store_true", help=apart)
-    limit = "seconds until a request fails (default: 600)"
-    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
-    largest = "maximum bytes of a request (default: 4 MiB)"
-    add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits, or with none convert 8-bit weights back")
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
@@ -64,7 +71,13 @@ def parser() -> arguments.Parser:
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
-    return result
+
+
+def check_adapters(parser: arguments.Parser, options: argparse.Namespace) -> None:
+    """Raise an `InputError` if two adapters have the same name."""
+    names = [name for name, _ in options.adapter or []]
+    if len(set(names)) < len(names):
+        parser.error("--adapter has the same name twice: choose another NAME")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -73,9 +86,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = command.read(words)
     if rest:
         command.error(f"{rest[0]!r} does not belong to an option")
-    names = [name for name, _ in options.adapter or []]
-    if len(set(names)) < len(names):
-        command.error("--adapter has the same name twice: choose another NAME")
+    check_adapters(command, options)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
     return options

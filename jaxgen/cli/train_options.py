@@ -31,7 +31,7 @@ def parser() -> arguments.Parser:
     add("--keep-best", action="store_true", help="write the weights with the lowest held-out loss, not the last ones")
     stop = "stop after N evaluations in a row that did not lower the held-out loss (default: never)"
     add("--patience", type=arguments.count, metavar="N", help=stop)
-    add("--model", metavar="DIR", help="the directory of a Hugging Face checkpoint, or its id on the hub")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
     add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace --out, and the states of the run that wrote it")
     length = result.add_mutually_exclusive_group()

@@ -54,7 +54,7 @@ def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=arguments.Help,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="a checkpoint directory, or its id on the hub")
+    add("--model", required=True, metavar="DIR", help="a checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits; none: convert 8-bit weights back")

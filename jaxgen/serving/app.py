@@ -119,6 +119,11 @@ class Service:
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
 
+    @property
+    def is_open(self) -> bool:
+        """True while the engine accepts prompts."""
+        return self._engine.is_open
+
     def app(self) -> Starlette:
         """Return the application; when it shuts down, the engine finishes the submitted requests."""
         routes = [
@@ -370,7 +375,7 @@ class Service:
         return tokenizer.special_tokens | {"chat_template": tokenizer.chat_template}
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self._engine.is_open else 503)
+        return Response(status_code=200 if self.is_open else 503)
 
     async def _version(self, _: Request) -> Response:
         return _json(200, {"version": __version__})

@@ -231,7 +231,7 @@ def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
 @pytest.mark.parametrize("name", ["missing/answers", "file/answers", "x" * 300])
 def test_a_place_that_cannot_be_written(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--output .* cannot be written"):
+    with pytest.raises(InputError, match=r"answers cannot be written|x+ cannot be written"):
         write(tmp_path / name)
     assert module.recorded(tmp_path / name) == {}
 
