@@ -20,7 +20,7 @@ TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
     "tokenizer.model chat_template.jinja chat_template.json"
 ).split()
-TEMPLATE_FOLDER = "additional_chat_templates"  # templates besides the default one, each in the file NAME.jinja
+TEMPLATE_FOLDER = "additional_chat_templates"  # templates other than the default, each in NAME.jinja
 TOKENIZER_PATHS = (*TOKENIZER_FILES, TEMPLATE_FOLDER)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

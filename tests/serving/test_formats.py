@@ -201,7 +201,7 @@ def test_the_schema_types_the_values_of_qwen3_coder(key, text, value):
     assert json.loads(call.arguments) == {key: value}
 
 
-def test_types_are_found_behind_references_and_in_literals():
+def test_types_are_found_through_references_and_in_literals():
     schema = {
         "properties": {
             "a": {"$ref": "#/$defs/number"},

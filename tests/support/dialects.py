@@ -27,7 +27,7 @@ QWEN3 = chatml(
     "{{ '}\\n</tool_call>' }}{% endfor %}",
     _ASK + "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
 )
-# R1-Distill's: calls only if the content is None, arguments as text, no text beside calls, and an open thought
+# R1-Distill's: calls only if the content is None, arguments as text, no text together with calls, and an open thought
 R1 = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<User>' ~ message.content }}{% endif %}"
     "{% if message.role == 'assistant' and message.content is none %}{% for call in message.tool_calls %}"
