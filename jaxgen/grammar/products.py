@@ -52,7 +52,8 @@ def difference(
 def counted(item: Expression, unit: Expression, low: int, high: int | None, name: str, work: Work) -> Expression:
     """Return the expression for the strings of `item` that consist of `low` to `high` strings of `unit`.
 
-    No string of `unit` may begin with another one. If the automaton would have more than `MOST_COUNTED` states, `high` is reduced.
+    No string of `unit` may begin with another one. If the automaton would have more than `MOST_COUNTED` states, `high`
+    is reduced.
     """
     one, units = automaton_of(item, name, work), automaton_of(Repeat(unit), name, work)
     if one is None or units is None:
