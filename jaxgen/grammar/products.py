@@ -20,6 +20,7 @@ from jaxgen.grammar.byte_automaton import (
 )
 from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Repeat
 
+MOST_COUNTED = 2**12  # states above which the upper limit of a count is reduced
 MOST_PAIRS = 2**24  # maximum number of pairs of states of two automata
 
 
@@ -51,7 +52,8 @@ def difference(
 def counted(item: Expression, unit: Expression, low: int, high: int | None, name: str, work: Work) -> Expression:
     """Return the expression for the strings of `item` that consist of `low` to `high` strings of `unit`.
 
-    No string of `unit` may begin with another one. If the automaton would be too large, `high` is reduced.
+    No string of `unit` may begin with another one. If the automaton would have more than `MOST_COUNTED` states, `high`
+    is reduced.
     """
     one, units = automaton_of(item, name, work), automaton_of(Repeat(unit), name, work)
     if one is None or units is None:
@@ -63,7 +65,7 @@ def counted(item: Expression, unit: Expression, low: int, high: int | None, name
     second = second[useful]
     table, accepting, start = restricted(*product, useful)
     size = len(table)
-    top = low if high is None else min(high, max(low, STATES // (2 * size) - 1))
+    top = low if high is None else min(high, max(low, MOST_COUNTED // size))
     if size * (top + 1) > STATES:
         refuse_size(name)
     work.spend(size * (top + 1), name)
