@@ -49,7 +49,8 @@ def run_batch(options: argparse.Namespace) -> int:
         if len(left) < len(requests):
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")
         if left:
-            with open_service(source, options, Limits(body=_LARGEST_BODY, seconds=math.inf)) as service:
+            limits = Limits(body=_LARGEST_BODY, seconds=math.inf)
+            with open_service(source, options, limits=limits) as service:
                 failed = asyncio.run(_answer(service, requests, left, file, min(2 * options.slots, options.queue)))
     return failed
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from jaxgen.version import __version__
 
 if TYPE_CHECKING:
     from jaxgen.serving.app import Service
-    from jaxgen.serving.limits import Limits
 
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
 _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
@@ -41,7 +40,8 @@ def serve(options: argparse.Namespace) -> None:
     with _listening(options.host, options.port) as listener:
         source = open_model(options, list(dict(options.adapter or []).values()))
         keys = options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key]
-        with open_service(source, options, Limits(body=options.max_body, seconds=options.timeout), keys) as service:
+        limits = Limits(body=options.max_body, seconds=options.timeout)
+        with open_service(source, options, limits=limits, keys=keys) as service:
             host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.erase()
@@ -54,10 +54,11 @@ def serve(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def open_service(
-    source: Checkpoint, options: argparse.Namespace, limits: Limits, keys: Sequence[str] = ()
-) -> Iterator[Service]:
-    """Load a checkpoint, compile the engine's programs, and yield a service; close its engine when the block exits."""
+def open_service(source: Checkpoint, options: argparse.Namespace, **more: Any) -> Iterator[Service]:
+    """Load a checkpoint, compile the engine's programs, and yield a service; close its engine when the block exits.
+
+    `more` are further arguments of `Service`, which concern requests over HTTP.
+    """
     with extra_installed():
         from jaxgen.serving.app import Service
     adapters = dict(options.adapter or [])
@@ -90,8 +91,7 @@ def open_service(
             served_name(options),
             adapters=list(adapters),
             fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
-            keys=keys,
-            limits=limits,
+            **more,
         )
 
 
