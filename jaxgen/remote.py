@@ -57,13 +57,13 @@ def local_copy(url: str, small: Sequence[str], large: Sequence[str], check: Call
 
     Args:
         url: the directory.
-        small, large: patterns of names. Files that match none of them are left out, as are folders.
+        small, large: patterns of names, such as "*.json" or "folder/*". Files that match none of them are left out.
         check: called with a directory that has only the small files, before the large ones are copied.
     """
     with _system(url) as (system, path):
         system.invalidate_cache()
-        found = system.find(path, maxdepth=1, detail=True)
-        sizes = {file.rpartition("/")[2]: (file, info["size"]) for file, info in found.items()}
+        found = system.find(path, maxdepth=2, detail=True)
+        sizes = {file[len(path) :].lstrip("/"): (file, info["size"]) for file, info in found.items()}
         names = [[name for name in sorted(sizes) if _matches(name, group)] for group in (small, large)]
         if not any(names):
             raise InputError(f"{url} has none of the files of a checkpoint: pass the directory that contains them")
@@ -91,10 +91,12 @@ def local_copy(url: str, small: Sequence[str], large: Sequence[str], check: Call
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Return True if a name matches a pattern in which * stands for anything but a slash."""
+    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _copy(system: Any, url: str, source: str, size: int | None, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     system.get_file(source, str(target))
     if size is not None and target.stat().st_size != size:
         raise InputError(f"{url}: {target.name} arrived with {target.stat().st_size} of {size} bytes: try again")

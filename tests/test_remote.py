@@ -63,6 +63,13 @@ def test_a_checkpoint_is_copied_once(model, memory, cache, monkeypatch):
     assert list((cache / "models").iterdir()) == [copy]
 
 
+def test_names_of_folders(memory):
+    memory.pipe({f"/bucket/{name}": b"1" for name in ("a.json", "b/a.json", "b/c.txt", "c/b/a.json", "c/a.json")})
+    copy = remote.local_copy(f"{MEMORY}/", ["*.json"], ["b/*"], lambda _: None)
+    names = sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())
+    assert names == ["a.json", "b/a.json", "b/c.txt"]
+
+
 def test_a_checkpoint_that_changed_is_copied_again(model, memory):
     before = local_directory(model)
     memory.pipe("/bucket/model/generation_config.json", b'{"max_new_tokens": 7}')

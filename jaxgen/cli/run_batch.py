@@ -43,12 +43,13 @@ def run_batch(options: argparse.Namespace) -> int:
     data = source_bytes(options.input)
     requests = read_batch(options.input, data)
     source = open_model(options, list(dict(options.adapter or []).values()))
-    failed, limits = 0, Limits(body=_LARGEST_BODY, seconds=math.inf)
+    failed = 0
     with output_file(options.output, _run(options, data, source), prompts=len(requests)) as file:
         left = [index for index in range(len(requests)) if not file.done[index]]
         if len(left) < len(requests):
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")
         if left:
+            limits = Limits(body=_LARGEST_BODY, seconds=math.inf)
             with open_service(source, options, limits=limits, response_store_bytes=0) as service:
                 failed = asyncio.run(_answer(service, requests, left, file, min(2 * options.slots, options.queue)))
     return failed

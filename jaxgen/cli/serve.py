@@ -60,10 +60,10 @@ def serve(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def open_service(source: Checkpoint, options: argparse.Namespace, **own: Any) -> Iterator[Service]:
+def open_service(source: Checkpoint, options: argparse.Namespace, **more: Any) -> Iterator[Service]:
     """Load a checkpoint, compile the engine's programs, and yield a service; close its engine when the block exits.
 
-    `own` are the arguments of the service that do not come from the options of the model.
+    `more` are further arguments of `Service`, which concern requests over HTTP.
     """
     with extra_installed():
         from jaxgen.serving.app import Service
@@ -102,7 +102,7 @@ def open_service(source: Checkpoint, options: argparse.Namespace, **own: Any) ->
             fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
             pooling=pooling,
             thoughts=not options.thoughts_in_content,
-            **own,
+            **more,
         )
 
 
