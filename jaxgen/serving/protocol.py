@@ -82,6 +82,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    unsupported: Literal["error", "warn"] = "error"
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = False

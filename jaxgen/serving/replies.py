@@ -56,6 +56,8 @@ class Replies:
         body = self._head("chat.completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
         body["usage"] = usage
+        if self.asked.left_out:
+            body["left_out"] = self.asked.left_out
         if self._is_chat and of_prompts is not None and self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._of_prompt(of_prompts[0])
         if self._is_chat and self.request.return_token_ids:
@@ -89,6 +91,8 @@ class Replies:
             choice["token_ids"] = delta.tokens
             if is_first:
                 (body if self._is_chat else choice)["prompt_token_ids"] = self._prompt(index)["ids"]
+        if is_first and self.asked.left_out:
+            body["left_out"] = self.asked.left_out
         return body | {"choices": [choice]}
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:

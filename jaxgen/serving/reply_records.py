@@ -133,6 +133,7 @@ class _Head(_Record):
     created: int
     model: str
     system_fingerprint: str
+    left_out: list[str] | msgspec.UnsetType = msgspec.UNSET  # in a stream, in the first chunk of each choice
 
 
 class ChatCompletion(_Head):

@@ -9,7 +9,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -20,10 +20,10 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.errors import JaxgenError, shown
 from jaxgen.grammar.expression import EMPTY, Expression, sequence
-from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.errors import ApiError
+from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.rendering import Prompt, Renderer
@@ -52,6 +52,7 @@ class Asked:
         answer: a function that creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
         call_id: a function that returns a new id for a call.
+        left_out: what the request's schemas have that is not enforced.
     """
 
     prompts: list[dict[str, Any]]
@@ -62,10 +63,18 @@ class Asked:
     answer: Callable[[], Answer]
     budget: int
     call_id: Callable[[], str] = Hermes().call_id
+    left_out: Sequence[str] = ()
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each sequence of each prompt."""
         return [self.answer() for _ in range(len(self.prompts) * self.sequences)]
+
+
+class _Grammar(NamedTuple):
+    """The automaton that an answer follows, and what its schemas have that is not enforced."""
+
+    automaton: TokenAutomaton
+    left_out: Sequence[str]
 
 
 class Reader:
@@ -97,7 +106,7 @@ class Reader:
         self._more_eos = end_of_turn(cfg, tokenizer)
         self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
         self._renderer = Renderer(tokenizer, thoughts)
-        self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
+        self._grammars: OrderedDict[Any, _Grammar] = OrderedDict()
         self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
         self._lock = threading.Lock()
 
@@ -161,8 +170,9 @@ class Reader:
             rows = [row[-request.truncate_prompt_tokens :] for row in rows]
         budgets = [self._budget(len(row), most) for row in rows]
         options = self._options(request, max(budgets))
-        if (grammar := self._grammar(request, prompt)) is not None:
-            options["allowed"] = grammar
+        grammar = self._grammar(request, prompt)
+        if grammar is not None:
+            options["allowed"] = grammar.automaton
         if logprobs is None:
             options["output_logprobs"] = None
         else:
@@ -183,6 +193,7 @@ class Reader:
             )
 
         asked = Asked(prompts, texts, options.get("n", 1), logprobs, of_prompts, answer, max(budgets))
+        asked = asked if grammar is None else dataclasses.replace(asked, left_out=grammar.left_out)
         return asked if prompt is None else dataclasses.replace(asked, call_id=prompt.form.call_id)
 
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
@@ -274,8 +285,9 @@ class Reader:
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _grammar(self, request: Common, prompt: Prompt | None) -> TokenAutomaton | None:
-        """Return the automaton that an answer must follow, or None."""
+    def _grammar(self, request: Common, prompt: Prompt | None) -> _Grammar | None:
+        """Return the grammar that an answer must follow, or None."""
+        left_out = [] if request.unsupported == "warn" else None
         given = {"structured_outputs": request.structured_outputs}
         for kind in ("json", "regex", "choice"):
             if (value := getattr(request, f"guided_{kind}")) is not None:
@@ -287,18 +299,21 @@ class Reader:
                 raise ApiError(400, f"{min(given)} cannot be combined with a tool_choice that requires a tool call")
             tools, form = prompt.tools, prompt.form
             key = (type(form).__name__, tools.key)
-            return self._cached(key, "the grammar of the tool calls", lambda: tools.grammar(form), prompt)
+            name = "the grammar of the tool calls"
+            return self._cached(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
         if len(given) > 1:
             raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
         if not given:
             return None
         [(name, structure)] = given.items()
         try:
-            return self._structured(name, structure, prompt)
+            return self._structured(name, structure, prompt, left_out)
         except JaxgenError as error:
             raise ApiError(400, f"{name}: {error}", name) from error
 
-    def _structured(self, name: str, structure: Structured, prompt: Prompt | None) -> TokenAutomaton:
+    def _structured(
+        self, name: str, structure: Structured, prompt: Prompt | None, left_out: list[str] | None
+    ) -> _Grammar:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
@@ -309,15 +324,25 @@ class Reader:
                 raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._cached((kind, value), "the pattern", lambda: read_regex(value), prompt)
+            return self._cached((kind, value), "the pattern", lambda: read_regex(value), prompt, None)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
-        return self._cached(key, "the schema", lambda: read_schema(schema), prompt)
+        return self._cached(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
 
-    def _cached(self, key: Any, name: str, read: Callable[[], Expression], prompt: Prompt | None) -> TokenAutomaton:
-        """Return the automaton for an expression; the thought of an answer to `prompt` may come before its text."""
+    def _cached(
+        self,
+        key: Any,
+        name: str,
+        read: Callable[[], Expression],
+        prompt: Prompt | None,
+        left_out: list[str] | None,
+    ) -> _Grammar:
+        """Return the grammar for an expression; the thought of an answer to `prompt` may come before its text.
+
+        `read` adds what cannot be enforced to `left_out`, if this is a list.
+        """
         before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
-        key = (key, None if prompt is None else prompt.key)
+        key = (key, None if prompt is None else prompt.key, left_out is None)
         with self._lock:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
@@ -325,7 +350,8 @@ class Reader:
             if marks not in self._tokenizers:
                 self._tokenizers[marks] = Spelled(self.tokenizer, marks)
         expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
-        grammar = TokenAutomaton.from_expression(expression, self._tokenizers[marks], name=name, vocab_size=vocab)
+        automaton = TokenAutomaton.from_expression(expression, self._tokenizers[marks], name=name, vocab_size=vocab)
+        grammar = _Grammar(automaton, left_out or ())
         with self._lock:
             grammar = self._grammars.setdefault(key, grammar)
             if len(self._grammars) > _GRAMMARS:

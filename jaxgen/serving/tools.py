@@ -78,16 +78,16 @@ class Tools:
         """
         return self.most_calls, json.dumps(self._parameters)
 
-    def grammar(self, form: Format) -> Expression:
+    def grammar(self, form: Format, left_out: list[str] | None = None) -> Expression:
         """Return the expression for the calls if calls are forced.
 
         If `most_calls` is 1, or the format allows only one call, the expression stands for exactly one call. Otherwise,
-        it stands for one or more calls.
+        it stands for one or more calls. `left_out` is as in `Format.grammar`.
 
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
         """
-        return form.grammar(self._parameters, 1 if form.is_single else self.most_calls)
+        return form.grammar(self._parameters, 1 if form.is_single else self.most_calls, left_out)
 
     def parser(self, form: Format) -> CallParser:
         """Return a parser for the calls in an answer."""

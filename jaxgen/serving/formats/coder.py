@@ -50,10 +50,11 @@ class Coder(Format):
             yield from literal(_CLOSING, (yield from after_space()), may_end=True)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls on lines of their own, with the parameters in the order of the schema."""
         calls = choice(
-            sequence(f"{name}>\n", *parameters(name, schema or {}, types)) for name, schema in functions.items()
+            sequence(f"{name}>\n", *parameters(name, schema or {}, types, left_out))
+            for name, schema in functions.items()
         )
         call = sequence(f"{_OPENING}\n<function=", calls, f"</function>\n{_CLOSING}")
         return Repeat(call, 1, most, Text(b"\n"))

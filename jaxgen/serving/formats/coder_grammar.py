@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import Expression, Repeat, choice, sequence
-from jaxgen.grammar.json_schema import read_schema
+from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.free_text import any_but, free_text
 
 DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
@@ -40,10 +40,10 @@ def target(root: Mapping[str, Any], reference: Any) -> Any:
     return found
 
 
-def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expression]:
+def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[str] | None = None) -> list[Expression]:
     """Return the grammar of each parameter of a function, in the order of the schema; optional ones may be left out.
 
-    `types` returns the types that a schema names.
+    `types` returns the types that a schema names. `left_out` is as in `schema_of`.
 
     Raises:
         InputError: the schema is not supported.
@@ -56,7 +56,7 @@ def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expressi
             raise InputError(f"{name}.parameters requires {missing}, which are not in its properties: add them there")
         tags = []
         for key, value in properties(schema).items():
-            text = _text(value, schema, f"{name}.parameters.properties.{key}", types)
+            text = _text(value, schema, f"{name}.parameters.properties.{key}", types, left_out)
             tag = sequence(f"<parameter={key}>\n", text, f"\n{ENDS[0]}\n")
             tags.append(tag if key in required else Repeat(tag, 0, 1))
         return tags
@@ -64,7 +64,7 @@ def parameters(name: str, schema: dict[str, Any], types: Types) -> list[Expressi
         raise InputError(f"the tool {name}: {error}") from error
 
 
-def _text(schema: Any, root: dict[str, Any], where: str, types: Types) -> Expression:
+def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out: list[str] | None) -> Expression:
     """Return the grammar of a value: a string without quotation marks, or anything else as JSON."""
     for _ in range(DEEPEST):
         if isinstance(schema, dict) and "$ref" in schema:
@@ -84,13 +84,16 @@ def _text(schema: Any, root: dict[str, Any], where: str, types: Types) -> Expres
     named = types(schema, root)
     if named and "string" not in named:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return read_schema({**schema, **shared}, name=where)
+        return schema_of({**schema, **shared}, where, left_out)
     for keyword in ("pattern", "format"):
         if keyword in schema:
-            raise InputError(
+            reason = (
                 f"{where} has {keyword}, but this model writes strings without quotation marks, which only enum, "
-                "const, minLength and maxLength can limit: leave it out"
+                "const, minLength and maxLength can limit"
             )
+            if left_out is None:
+                raise InputError(f"{reason}: leave it out")
+            left_out.append(reason)
     if any(key in schema for key in _LENGTHS):
         return Repeat(any_but("<"), schema.get("minLength", 0), schema.get("maxLength"))
     return free_text(*ENDS)

@@ -37,8 +37,10 @@ class Format(abc.ABC):
         """Read the calls after one opening, which is read too; calls of other functions are `Broken`."""
 
     @abc.abstractmethod
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for one to `most` calls (None for no limit).
+
+        What cannot be enforced is left out and added to the list `left_out`, if there is one.
 
         Raises:
             InputError: a schema is not supported.
@@ -57,14 +59,22 @@ class Format(abc.ABC):
         return given
 
 
-def arguments(name: str, schema: dict[str, Any] | None) -> Expression:
-    """Return the grammar of a function's arguments as JSON; a function without a schema has no arguments."""
+def arguments(name: str, schema: dict[str, Any] | None, left_out: list[str] | None = None) -> Expression:
+    """Return the grammar of a function's arguments as JSON; a function without a schema has no arguments.
+
+    `left_out` is as in `schema_of`.
+    """
     if schema is None:
         return Text(b"{}")
     try:
-        return read_schema({"type": "object", **schema}, name=f"{name}.parameters")
+        return schema_of({"type": "object", **schema}, f"{name}.parameters", left_out)
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
+
+
+def schema_of(schema: Any, name: str, left_out: list[str] | None) -> Expression:
+    """Read a schema; what cannot be enforced is an error, or added to the list `left_out` if there is one."""
+    return read_schema(schema, name=name, unsupported="error" if left_out is None else "warn", left_out=left_out)
 
 
 class CallParser:

@@ -25,10 +25,11 @@ class Hermes(Format):
         yield from literal(CLOSING, (yield from after_space()), may_end=True)
         return [call_of(parsed(text), functions)]
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls on lines of their own."""
         calls = choice(
-            sequence(f'"{name}", "arguments": ', arguments(name, schema)) for name, schema in functions.items()
+            sequence(f'"{name}", "arguments": ', arguments(name, schema, left_out))
+            for name, schema in functions.items()
         )
         call = sequence(f'{OPENING}\n{{"name": ', calls, f"}}\n{CLOSING}")
         return Repeat(call, 1, most, Text(b"\n"))

@@ -37,10 +37,11 @@ class Llama(Format):
         text = yield from json_text(char)
         return [call_of(parsed(text), functions, "parameters")]
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for one call; `most` is always 1."""
         calls = choice(
-            sequence(f'"{name}", "parameters": ', arguments(name, schema)) for name, schema in functions.items()
+            sequence(f'"{name}", "parameters": ', arguments(name, schema, left_out))
+            for name, schema in functions.items()
         )
         return sequence('{"name": ', calls, "}")
 

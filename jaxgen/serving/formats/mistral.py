@@ -53,10 +53,11 @@ class MistralList(Format):
         text = yield from json_text(end if end == "{" else (yield from after_space()))
         return [call_of({"name": name.strip(), "arguments": parsed(text), "id": given}, functions)]
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for a list of calls."""
         calls = choice(
-            sequence(f'"{name}", "arguments": ', arguments(name, schema)) for name, schema in functions.items()
+            sequence(f'"{name}", "arguments": ', arguments(name, schema, left_out))
+            for name, schema in functions.items()
         )
         items = Repeat(sequence('{"name": ', calls, "}"), 1, most, Text(b", "))
         return sequence(_OPENING, choice(["", " "]), "[", items, "]")
@@ -82,9 +83,11 @@ class MistralNamed(MistralList):
 
     shows = (_OPENING, _ARGUMENTS)
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls, one after another."""
-        calls = choice(sequence(f"{name}{_ARGUMENTS}", arguments(name, schema)) for name, schema in functions.items())
+        calls = choice(
+            sequence(f"{name}{_ARGUMENTS}", arguments(name, schema, left_out)) for name, schema in functions.items()
+        )
         return Repeat(sequence(_OPENING, calls), 1, most)
 
     def write(self, calls: Sequence[Call]) -> str:
@@ -97,11 +100,12 @@ class MistralIdentified(MistralNamed):
 
     shows = (_OPENING, _ID, _ARGUMENTS)
 
-    def grammar(self, functions: Functions, most: int | None) -> Expression:
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls with ids, one after another."""
         given = read_regex("[a-zA-Z0-9]{9}")
         calls = choice(
-            sequence(f"{name}{_ID}", given, _ARGUMENTS, arguments(name, schema)) for name, schema in functions.items()
+            sequence(f"{name}{_ID}", given, _ARGUMENTS, arguments(name, schema, left_out))
+            for name, schema in functions.items()
         )
         return Repeat(sequence(_OPENING, calls), 1, most)
 
