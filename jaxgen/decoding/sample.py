@@ -146,17 +146,24 @@ def choose(rows: Rows, scores: jax.Array) -> Selection:
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
     """Apply the processors to `scores float32[rows, V]`, and also the warpers if tokens are drawn."""
     if run.usual is not None and rows.unusual is not None:
-        rest = dataclasses.replace(run.extensions, allowed=None)
-        usual = dataclasses.replace(run, cfg=run.usual, usual=None, extensions=rest)
-        full = dataclasses.replace(run, usual=None)
+        usual, full = dataclasses.replace(run, cfg=run.usual, usual=None), dataclasses.replace(run, usual=None)
         some = jnp.any(rows.unusual & rows.live)
-        return cond(some, lambda x: process(full, rows, x), lambda x: process(usual, rows, x), scores)
+        return cond(some, lambda x: process(full, rows, x), lambda x: _process_usual(usual, rows, x), scores)
     if not run.changes_scores:
         return scores
     extensions = run.extensions
     with jax.named_scope("process"):
         transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed, run.mesh)
         return transform(rows.history, scores)
+
+
+def _process_usual(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
+    """Apply `process`, without the grammar if no live row has one; such rows are in grammar state 0."""
+    without = dataclasses.replace(run, extensions=dataclasses.replace(run.extensions, allowed=None))
+    if run.extensions.allowed is None or rows.history.grammar is None:
+        return process(without, rows, scores)
+    some = jnp.any((rows.history.grammar != 0) & rows.live)
+    return cond(some, lambda x: process(run, rows, x), lambda x: process(without, rows, x), scores)
 
 
 def greedy(scores: jax.Array) -> jax.Array:

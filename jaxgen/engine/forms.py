@@ -44,7 +44,7 @@ class Prompt:
         stop_strings: the strings that end the answers, or None.
         logged: True if the prompt's results include log-probabilities.
         top_logprobs: the number of most likely tokens in the results for each position, with log-probabilities.
-        unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
+        unusual: True if the prompt turns on an option that the engine's config does not turn on.
         metadata: the caller's own data, which the prompt's completions repeat.
     """
 
@@ -174,7 +174,7 @@ class Form:
             stop_strings=self._stop_strings(cfg),
             logged=cfg.output_logprobs is not None,
             top_logprobs=cfg.top_logprobs,
-            unusual=grammar is not None or not self.usual.enabled.issuperset(asked),
+            unusual=not self.usual.enabled.issuperset(asked),
             metadata=named.get("metadata"),
         )
 

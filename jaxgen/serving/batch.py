@@ -65,7 +65,7 @@ def _check(request: BatchRequest) -> None:
     if request.method != "POST":
         raise ApiError(400, f"method must be POST, got {shown(request.method)}")
     if request.url not in URLS:
-        raise ApiError(400, f"url must be {' or '.join(URLS)}, got {shown(request.url)}")
+        raise ApiError(400, f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {shown(request.url)}")
     body = bytes(request.body)
     if not body.startswith(b"{"):
         raise ApiError(400, f"body must be an object, got {shown(body.decode())}")

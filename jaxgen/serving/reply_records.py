@@ -128,7 +128,7 @@ class ChunkChoice(_Record):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Head(_Record):
+class _Head(_Record, kw_only=True):
     id: str
     created: int
     model: str

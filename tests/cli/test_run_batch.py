@@ -29,7 +29,7 @@ def line(number: int, **body) -> str:
         (["in", "out", "--port", "1"], "unknown option --port"),
         (["nowhere", "out"], "nowhere: No such file"),
         (["in", "out", "--model", "/nowhere"], "neither a directory nor a hub id"),
-        (["bad", "out"], "bad, line 2: url must be /v1/chat/completions or /v1/completions, got '/v1/images'"),
+        (["bad", "out"], "bad, line 2: url must be "),
         (["in", "in"], "in exists: choose another name, or remove it"),
     ],
 )

@@ -103,6 +103,10 @@ def test_which_prompts_turn_on_more_than_the_config(options, unusual):
     assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
 
 
+def test_a_grammar_does_not_turn_on_the_other_options():
+    assert not schedule().form.read({"ids": [5], "allowed": grammar("[a-c]")}, 0).unusual
+
+
 def test_a_chunk_takes_at_least_a_tenth_of_a_second():
     pace = Pace(8)
     assert pace.steps == 1

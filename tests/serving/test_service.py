@@ -137,6 +137,35 @@ class TestChat:
             assert value["kind"] in ("fox", "owl")
             assert 0 <= value["legs"] <= 9
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_cannot_be_enforced_is_left_out_on_request(self, client, stream):
+        schema = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True, "maxItems": 2}
+        form = {"type": "json_schema", "json_schema": {"name": "tags", "schema": schema}}
+        own = {"model": "tiny", "messages": MESSAGES, "response_format": form, "max_tokens": 30, "seed": 1}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+            client.chat.completions.create(**own, stream=stream)
+        done = client.chat.completions.create(**own, stream=stream, extra_body={"unsupported": "warn"})
+        if stream:
+            first, *rest = done
+            left_out = first.left_out
+            assert not any(hasattr(chunk, "left_out") for chunk in rest)
+        else:
+            left_out = done.left_out
+            assert isinstance(json.loads(done.choices[0].message.content), list)
+        [reason] = left_out
+        assert "uniqueItems" in reason
+
+    def test_what_a_tool_cannot_enforce_is_left_out_on_request(self, client):
+        tags = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True, "maxItems": 2}
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"tags": tags}, "required": ["tags"]}}
+        own = {"model": "tiny", "messages": MESSAGES, "tools": [{"type": "function", "function": function}]}
+        own |= {"tool_choice": "required", "max_tokens": 90, "seed": 1}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+            client.chat.completions.create(**own)
+        done = client.chat.completions.create(**own, extra_body={"unsupported": "warn"})
+        assert "uniqueItems" in done.left_out[0]
+        assert done.choices[0].message.tool_calls[0].function.name == "f"
+
     def test_a_complete_text_at_the_end_of_the_budget_can_be_parsed(self, client):
         """The client refuses to parse an answer with the finish reason `length`."""
         for seed in range(4):
