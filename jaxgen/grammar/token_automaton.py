@@ -22,14 +22,14 @@ from jaxgen.grammar.byte_automaton import compile_expression
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
-from jaxgen.grammar.token_bits import BITS, as_words, contains
 from jaxgen.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
+from jaxgen.grammar.within import within
 from jaxgen.shapes import short_repr
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import encoded
 
-OF_STATE = "part", "first", "count", "accepting", "free", "shortest"  # arrays with an entry for each state
-OF_TRANSITION = "low", "high", "step", "longer"  # for each transition
+OF_STATE = "part", "first", "count", "spans", "accepting", "free", "shortest"  # arrays with an entry for each state
+OF_TRANSITION = "low", "high", "step", "longer", "span_low", "span_high"  # for each transition
 OF_PART = "classes", "base"  # for each automaton in the table
 _WIDTH = 64  # the smallest number of transitions in a state for which a table has space
 
@@ -83,9 +83,10 @@ class TokenAutomaton:
         shortest: the minimum number of tokens needed to complete the text.
         low, high: the first and the last class of tokens of each transition.
         step, longer: the next state and its `shortest`, as in `TokenTable`.
+        spans, span_low, span_high: the ranges of classes that are allowed in each state, as in `TokenTable`.
         start: the initial state, or one initial state per prompt (see `stack`).
         width: the maximum number of transitions in a state.
-        words: the maximum number of classes of an automaton, divided by 32.
+        kinds: the number of classes for which the table has space.
     """
 
     classes: jax.Array  # uint16[automata, V]
@@ -93,6 +94,7 @@ class TokenAutomaton:
     part: jax.Array  # int32[states]
     first: jax.Array  # int32[states]
     count: jax.Array  # int32[states]
+    spans: jax.Array  # int32[states]
     accepting: jax.Array  # bool[states]
     free: jax.Array  # bool[states]
     shortest: jax.Array  # int32[states]
@@ -100,9 +102,11 @@ class TokenAutomaton:
     high: jax.Array  # uint16[transitions]
     step: jax.Array  # int32[transitions]
     longer: jax.Array  # int16[transitions]
+    span_low: jax.Array  # uint16[transitions]
+    span_high: jax.Array  # uint16[transitions]
     start: jax.Array  # int32[] or int32[B]
     width: int = flax.struct.field(pytree_node=False)
-    words: int = flax.struct.field(pytree_node=False)
+    kinds: int = flax.struct.field(pytree_node=False)
 
     __repr__ = short_repr
 
@@ -208,13 +212,12 @@ class TokenAutomaton:
         of_state = {name: np.zeros(states, np.int32) for name in OF_STATE}
         of_state |= {name: np.zeros(states, bool) for name in ("accepting", "free")}
         of_state["shortest"][:] = NEVER
-        dtypes = {"low": np.uint16, "high": np.uint16, "step": np.int32, "longer": np.int16}
+        dtypes: dict[str, Any] = dict.fromkeys(OF_TRANSITION, np.uint16) | {"step": np.int32, "longer": np.int16}
         # Unused entries after the last row of transitions allow it to be read like the others, as `width` entries.
         of_transition = {name: np.zeros(transitions + width, dtype) for name, dtype in dtypes.items()}
         of_part = {"classes": np.zeros((automata, vocab_size), np.uint16), "base": np.zeros(automata, np.int32)}
-        words = power_of_two(-(-classes // BITS), 1)
         arrays: dict[str, Any] = {**of_state, **of_transition, **of_part}
-        return cls(**arrays, start=np.int32(0), width=width, words=words)  # pyright: ignore[reportArgumentType]
+        return cls(**arrays, start=np.int32(0), width=width, kinds=classes)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: Capacity | None = None) -> TokenAutomaton:
@@ -333,7 +336,7 @@ class TokenAutomaton:
     @property
     def capacity(self) -> Capacity:
         """The table's size, including unused entries."""
-        return Capacity(len(self.part), len(self.low) - self.width, self.words * BITS, len(self.base))
+        return Capacity(len(self.part), len(self.low) - self.width, self.kinds, len(self.base))
 
     def begin(self, rows: int) -> jax.Array:
         """Return each row's initial state, int32[rows]; a prompt's initial state is repeated for each of its rows."""
@@ -355,9 +358,8 @@ class TokenAutomaton:
         needs more than `remaining` tokens, this limit does not apply.
         """
         here = jnp.maximum(state, 0)
-        low, high, may, _ = self._row(state, remaining)
         classes = self.classes if self.classes.shape[0] == 1 else self.classes[self.part[here]]
-        allowed = contains(as_words(low, high, may, self.words), classes.astype(jnp.int32))
+        allowed = within(classes, *self._allowed(state, remaining))
         if eos is None:
             return allowed
         complete = self.accepting[here] & (state >= 0)
@@ -392,20 +394,30 @@ class TokenAutomaton:
         here = jnp.maximum(state, 0)
         return self.accepting[here] & ~self.free[here] & (state >= 0)
 
+    def _allowed(self, state: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the ranges of classes that are allowed in each row, as arrays [rows, width], and their number."""
+        here = jnp.maximum(state, 0)
+        low, high, may, _ = self._row(state, remaining)
+        # If all transitions are allowed, adjacent ones are joined, as in the table.
+        joined = jnp.all(may | (jnp.arange(self.width)[None, :] >= self.count[here][:, None]), axis=1)
+        low = jnp.where(joined[:, None], self._cut(self.span_low, state), jnp.where(may, low, 1))
+        high = jnp.where(joined[:, None], self._cut(self.span_high, state), jnp.where(may, high, 0))
+        return low, high, jnp.where(joined, self.spans[here], self.count[here])
+
+    def _cut(self, x: jax.Array, state: jax.Array) -> jax.Array:
+        """Return each row's part of an array of transitions, as int32[rows, width]."""
+        first = self.first[jnp.maximum(state, 0)]
+        return jax.vmap(lambda at: lax.dynamic_slice_in_dim(x, at, self.width))(first).astype(jnp.int32)
+
     def _row(self, state: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, ...]:
         """Return each row's transitions as arrays [rows, width]: low, high, whether each may follow, and step."""
         here = jnp.maximum(state, 0)
-        first = self.first[here]
-
-        def cut(x: jax.Array) -> jax.Array:
-            return jax.vmap(lambda at: lax.dynamic_slice_in_dim(x, at, self.width))(first).astype(jnp.int32)
-
         may = (jnp.arange(self.width)[None, :] < self.count[here][:, None]) & (state >= 0)[:, None]
         if remaining is not None:
             shortest = self.shortest[here][:, None]
-            in_time = shortest + cut(self.longer) < remaining[:, None]
+            in_time = shortest + self._cut(self.longer, state) < remaining[:, None]
             may &= in_time | (shortest > remaining[:, None])
-        return cut(self.low), cut(self.high), may, cut(self.step)
+        return self._cut(self.low, state), self._cut(self.high, state), may, self._cut(self.step, state)
 
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
         if eos.shape[-1] != self.vocab_size:

@@ -54,6 +54,8 @@ class TokenTable(NamedTuple):
         low, high: uint16[n], the first and the last class of each range.
         step: int32[n], the next state, minus the state itself; or the next state plus `FAR`.
         longer: int16[n], `shortest` of the next state, minus that of the state.
+        spans: int32[S], the number of ranges of classes that are allowed in each state, whatever the next state.
+        span_low, span_high: uint16[n], the first and the last class of these ranges, from index `first[s]`.
         start: the initial state, or an array of initial states.
     """
 
@@ -66,6 +68,9 @@ class TokenTable(NamedTuple):
     high: np.ndarray
     step: np.ndarray
     longer: np.ndarray
+    spans: np.ndarray
+    span_low: np.ndarray
+    span_high: np.ndarray
     start: np.ndarray
 
 
@@ -210,7 +215,13 @@ def compact(
     ranges = np.stack([low, high, step, shortest[following] - shortest[state]], axis=1).astype(np.int32)
     first, count, ranges = _shared(ranges, np.searchsorted(state, np.arange(len(accepting) + 1)))
     low, high, step, longer = ranges.T
-    of_range = low.astype(np.uint16), high.astype(np.uint16), step, longer.astype(np.int16)
+    of_range = (
+        low.astype(np.uint16),
+        high.astype(np.uint16),
+        step,
+        longer.astype(np.int16),
+        *_spans(low, high, first, count),
+    )
     start = np.asarray(start, np.int32)
     return useful, TokenTable(classes.astype(np.uint16), first, count, accepting, shortest, *of_range, start)
 
@@ -256,6 +267,24 @@ def _shared(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndar
             kept.append(row)
             total += len(row)
     return first, count, np.concatenate([*kept, ranges[:0]])
+
+
+def _spans(
+    low: np.ndarray, high: np.ndarray, first: np.ndarray, count: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join adjacent ranges of each row; return `spans`, `span_low` and `span_high`."""
+    starts = np.unique(first[count > 0])
+    is_first = np.isin(np.arange(len(low)), starts)
+    begins = is_first | (low != np.append(-1, high[:-1] + 1)[: len(low)])
+    ends = np.append(begins[1:], True)[: len(low)]
+    row, number = np.cumsum(is_first) - 1, np.cumsum(begins) - 1
+    place = (starts - number[starts])[row] + number
+    span_low, span_high = np.zeros(len(low), np.uint16), np.zeros(len(low), np.uint16)
+    span_low[place[begins]], span_high[place[ends]] = low[begins], high[ends]
+    of_row = np.bincount(row[begins], minlength=len(starts))
+    spans = np.zeros(len(first), np.int32)
+    spans[count > 0] = of_row[np.searchsorted(starts, first[count > 0])]
+    return spans, span_low, span_high
 
 
 def _refuse_size(states: int) -> NoReturn:

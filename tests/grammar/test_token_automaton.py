@@ -16,7 +16,7 @@ from jaxgen.grammar import token_table
 from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
-from jaxgen.grammar.token_bits import as_words, look_up, select
+from jaxgen.grammar.within import within
 from tests.support.automata import matrix, of_matrix
 from tests.support.bounded import bounded
 from tests.support.compilations import compilations
@@ -63,7 +63,7 @@ def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
 def test_an_automaton_is_printed_with_its_shapes(tok):
     automaton = automaton_of("yes|no", tok)
     assert repr(automaton).startswith(f"TokenAutomaton(classes=uint16[1, {len(tok)}], base=int32[1], part=int32[256], ")
-    assert repr(automaton).endswith("start=int32[], width=64, words=8)")
+    assert repr(automaton).endswith("start=int32[], width=64, kinds=256)")
 
 
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
@@ -366,13 +366,25 @@ def test_transitions_are_those_of_a_matrix(seed):
         np.testing.assert_array_equal(may, (following >= 0) & in_time)
 
 
-def test_all_platforms_read_the_same_bits(tok):
-    parts = [automaton_of(pattern, tok) for pattern in PATTERNS]
-    table = TokenAutomaton.stack(parts, capacity=Capacity(2048, 8192, 2048, 8))
-    words = as_words(*table._row(table.begin(len(parts)), None)[:3], table.words)
-    classes = table.classes[table.part[table.start]].astype(jnp.int32)
-    assert words.shape == (len(parts), 64)
-    np.testing.assert_array_equal(look_up(words, classes), select(words, classes))
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("most", [0, 1, 8, 9, 30])
+def test_ranges_of_classes(most, shared):
+    rng = np.random.default_rng(most)
+    classes = rng.integers(0, 100, (1 if shared else 3, 500)).astype(np.uint16)
+    low = rng.integers(0, 100, (3, 30)).astype(np.int32)
+    high = low + rng.integers(-1, 5, low.shape).astype(np.int32)
+    count = np.asarray([most, min(most, 2), 0], np.int32)
+    found = np.asarray(within(*map(jnp.asarray, (classes, low, high, count))))
+    for row in range(3):
+        own = classes[0 if shared else row]
+        expected = [any(low[row, i] <= one <= high[row, i] for i in range(count[row])) for one in own]
+        np.testing.assert_array_equal(found[row], expected)
+
+
+def test_adjacent_ranges_are_joined(tok):
+    """Inside a string, most tokens are allowed, but they lead to different states."""
+    automaton = automaton_of('"[a-z]{0,60}"', tok)
+    assert 2 * np.asarray(automaton.spans).max() < np.asarray(automaton.count).max()
 
 
 def test_padding_is_invisible(tok):
