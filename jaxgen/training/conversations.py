@@ -278,4 +278,4 @@ def _flags(tokenizer: Tokenizer, question: str, answer: _Answer, ids: list[int])
     if encoding.ids[-len(ids) :] != ids:
         encoding, start = tokenizer.backend.encode(answer.text, add_special_tokens=False), 0
     offsets = encoding.offsets[-len(ids) :]
-    return [any(covered[max(begin - start, 0) : max(end, begin + 1) - start]) for begin, end in offsets]
+    return [any(covered[max(begin - start, 0) : end - start]) for begin, end in offsets]

@@ -255,6 +255,16 @@ class TestGenerationBlocks:
         assert [part.rpartition("\n")[2] for part in example[::2]] == ["(é)", "(é)"]
         assert example[1::2] == ["hello 🙂<|im_end|>", "hell<|im_end|>"]
 
+    def test_a_part_of_a_text_that_is_encoded_separately(self):
+        """No token spans the question and the answer, although "hell" is one token."""
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{ 'e' }}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        )
+        (example,) = chat_examples(tokenizer, [user("h"), said("llo")])
+        assert example.ids == [tokenizer.encode(piece)[0] for piece in ("h", "e", "ll", "o")]
+        assert example.labels == [IGNORED, IGNORED, *example.ids[2:]]
+
     def test_an_answer_without_a_block_is_only_read(self):
         tokenizer = template_tokenizer(
             "{% for m in messages %}{% if m.marked %}{{ '<Bot>' }}{% generation %}{{ m.content + '</s>' }}"
@@ -343,3 +353,16 @@ class TestMessages:
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(InputError, match="message 0: each part of the content must be"):
             chat_examples(QWEN25.tokenizer, [{"role": "user", "content": image}, said("Yes.")])
+
+    @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+    def test_names_of_thoughts(self, name):
+        wanted = chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", "Hm.")])
+        assert chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", **{name: "Hm."})]) == wanted
+
+    def test_keys_without_a_value_count_as_absent(self):
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{{ m.name + ': ' if 'name' in m }}{{ m.content + '</s>' }}{% endfor %}"
+        )
+        nothing = dict.fromkeys(("name", "weight", "tool_calls", "reasoning_content"))
+        messages = [{**user("?"), **nothing}, {**said("Yes."), **nothing}]
+        assert texts(tokenizer, chat_examples(tokenizer, messages)) == [["?</s>", "Yes.</s>"]]
