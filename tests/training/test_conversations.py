@@ -181,6 +181,18 @@ class TestExamples:
             ["<s>[INST]1?[/INST] One.</s>[INST]Be kind.\n\n2?[/INST]", " Two.</s>"],
         ]
 
+    def test_a_result_that_ends_differently_when_an_answer_follows(self):
+        """As in Hermes' template, which writes a newline after a result only if another message follows."""
+        tokenizer = template_tokenizer(
+            QWEN25.template.replace(
+                "{% else %}", "{% else %}{% set newline = '' if loop.last else '\\n' %}", 1
+            ).replace("{{ message.content }}", "{{ message.content + (newline if message.role == 'tool' else '') }}")
+        )
+        messages = [user("?"), said("", "", {"of": "it"}), result("7"), said("It is 7.")]
+        first, second = texts(tokenizer, chat_examples(tokenizer, messages))[-1][-2:]
+        assert first.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+        assert second == "It is 7.<|im_end|>"
+
     @pytest.mark.parametrize("kind", [QWEN3, SMOLLM3])
     def test_without_thinking_the_empty_thought_is_read(self, kind):
         tokenizer = kind.tokenizer
@@ -335,6 +347,17 @@ class TestCalls:
     def test_tools_that_the_template_does_not_write(self):
         with pytest.raises(InputError, match="does not write the tool 'look_up': remove it"):
             chat_examples(R1.tokenizer, [user("?"), said("Yes.")], tools=TOOLS)
+
+    def test_an_answer_without_a_header_of_its_own(self):
+        """The last header is that of the answer before the tool's result."""
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{% if m.role == 'user' %}{{ '<User>' + m.content }}{% elif m.role == 'tool' %}"
+            "{{ '[' + m.content + (']' if loop.last else '] ') }}{% else %}"
+            "{{ '<Bot>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<Bot>' }}{% endif %}"
+        )
+        with pytest.raises(InputError, match=r"message 3: .* without the generation prompt before it"):
+            chat_examples(tokenizer, [user("?"), said("f()"), result("7"), said("It is 7.")])
 
     def test_an_answer_that_cannot_be_found(self):
         tokenizer = template_tokenizer(
