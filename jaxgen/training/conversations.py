@@ -152,7 +152,7 @@ def _answer(template: _Template, question: str, messages: list[dict[str, Any]]) 
     if prompt is not None and not opens and thought:
         raise InputError(f"{where} has a thought, but the generation prompt ends with an empty thought: remove either")
     follows = rendered.startswith(question)
-    start = len(question) if follows else _start(question, prompt, rendered, messages)
+    start = len(question) if follows else _start(template, question, prompt, rendered, messages)
     if start is None:
         raise InputError(
             f"{where}: the chat template writes this answer without the generation prompt before it, so the tokens to "
@@ -199,7 +199,11 @@ def _end(template: _Template, rendered: str, messages: list[dict[str, Any]]) -> 
 
 
 def _start(
-    question: str, prompt: re.Match[str] | None, rendered: str, messages: Sequence[Mapping[str, Any]]
+    template: _Template,
+    question: str,
+    prompt: re.Match[str] | None,
+    rendered: str,
+    messages: Sequence[Mapping[str, Any]],
 ) -> int | None:
     """Return the place in `rendered` where the answer begins, or None if it cannot be found.
 
@@ -211,8 +215,12 @@ def _start(
     start = len(base)
     if not rendered.startswith(base):
         asked = str(messages[-2].get("content") or "").strip()
-        tail = base[base.rfind(asked) :]
-        if not asked or asked not in base or tail not in rendered:
+        plain = template.answered(messages[:-1])[0]
+        tails = [base[base.rfind(asked) :]] if asked and asked in base else []
+        tails += [base[len(plain) :]] if base.startswith(plain) else []
+        # A different count would mean that the last occurrence belongs to another message.
+        tail = next((tail for tail in tails if tail and rendered.count(tail) == base.count(tail)), None)
+        if tail is None:
             return None
         start = rendered.rfind(tail) + len(tail)
     if prompt is None:
@@ -278,4 +286,4 @@ def _flags(tokenizer: Tokenizer, question: str, answer: _Answer, ids: list[int])
     if encoding.ids[-len(ids) :] != ids:
         encoding, start = tokenizer.backend.encode(answer.text, add_special_tokens=False), 0
     offsets = encoding.offsets[-len(ids) :]
-    return [any(covered[max(begin - start, 0) : max(end, begin + 1) - start]) for begin, end in offsets]
+    return [any(covered[max(begin - start, 0) : end - start]) for begin, end in offsets]

@@ -120,6 +120,6 @@ def with_texts(message: Mapping[str, Any], thought: str, text: str) -> dict[str,
     before, after = thought_and_text(message)
     content = text if after else message.get("content")
     if "</think>" in (message.get("content") or ""):
-        content = f"<think>\n{thought}\n</think>\n\n{content if after else ''}"
+        content = f"<think>\n{thought}\n</think>\n\n{text if after else ''}"
     thoughts = dict.fromkeys(_THOUGHTS, thought) if _THOUGHTS[0] in message and before else {}
     return {**message, **thoughts, "content": content}

@@ -181,6 +181,18 @@ class TestExamples:
             ["<s>[INST]1?[/INST] One.</s>[INST]Be kind.\n\n2?[/INST]", " Two.</s>"],
         ]
 
+    def test_a_result_that_ends_differently_when_an_answer_follows(self):
+        """As in Hermes' template, which writes a newline after a result only if another message follows."""
+        tokenizer = template_tokenizer(
+            QWEN25.template.replace(
+                "{% else %}", "{% else %}{% set newline = '' if loop.last else '\\n' %}", 1
+            ).replace("{{ message.content }}", "{{ message.content + (newline if message.role == 'tool' else '') }}")
+        )
+        messages = [user("?"), said("", "", {"of": "it"}), result("7"), said("It is 7.")]
+        first, second = texts(tokenizer, chat_examples(tokenizer, messages))[-1][-2:]
+        assert first.endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+        assert second == "It is 7.<|im_end|>"
+
     @pytest.mark.parametrize("kind", [QWEN3, SMOLLM3])
     def test_without_thinking_the_empty_thought_is_read(self, kind):
         tokenizer = kind.tokenizer
@@ -255,6 +267,16 @@ class TestGenerationBlocks:
         assert [part.rpartition("\n")[2] for part in example[::2]] == ["(é)", "(é)"]
         assert example[1::2] == ["hello 🙂<|im_end|>", "hell<|im_end|>"]
 
+    def test_a_part_of_a_text_that_is_encoded_separately(self):
+        """No token spans the question and the answer, although "hell" is one token."""
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{ 'e' }}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        )
+        (example,) = chat_examples(tokenizer, [user("h"), said("llo")])
+        assert example.ids == [tokenizer.encode(piece)[0] for piece in ("h", "e", "ll", "o")]
+        assert example.labels == [IGNORED, IGNORED, *example.ids[2:]]
+
     def test_an_answer_without_a_block_is_only_read(self):
         tokenizer = template_tokenizer(
             "{% for m in messages %}{% if m.marked %}{{ '<Bot>' }}{% generation %}{{ m.content + '</s>' }}"
@@ -326,6 +348,17 @@ class TestCalls:
         with pytest.raises(InputError, match="does not write the tool 'look_up': remove it"):
             chat_examples(R1.tokenizer, [user("?"), said("Yes.")], tools=TOOLS)
 
+    def test_an_answer_without_a_header_of_its_own(self):
+        """The last header is that of the answer before the tool's result."""
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{% if m.role == 'user' %}{{ '<User>' + m.content }}{% elif m.role == 'tool' %}"
+            "{{ '[' + m.content + (']' if loop.last else '] ') }}{% else %}"
+            "{{ '<Bot>' if messages[loop.index0 - 1].role == 'user' }}{{ m.content }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<Bot>' }}{% endif %}"
+        )
+        with pytest.raises(InputError, match=r"message 3: .* without the generation prompt before it"):
+            chat_examples(tokenizer, [user("?"), said("f()"), result("7"), said("It is 7.")])
+
     def test_an_answer_that_cannot_be_found(self):
         tokenizer = template_tokenizer(
             "{% for m in messages %}{{ m.role }} {{ m.content | upper if loop.last else m.content }}\n{% endfor %}"
@@ -343,3 +376,16 @@ class TestMessages:
         image = [{"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(InputError, match="message 0: each part of the content must be"):
             chat_examples(QWEN25.tokenizer, [{"role": "user", "content": image}, said("Yes.")])
+
+    @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+    def test_names_of_thoughts(self, name):
+        wanted = chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", "Hm.")])
+        assert chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", **{name: "Hm."})]) == wanted
+
+    def test_keys_without_a_value_count_as_absent(self):
+        tokenizer = template_tokenizer(
+            "{% for m in messages %}{{ m.name + ': ' if 'name' in m }}{{ m.content + '</s>' }}{% endfor %}"
+        )
+        nothing = dict.fromkeys(("name", "weight", "tool_calls", "reasoning_content"))
+        messages = [{**user("?"), **nothing}, {**said("Yes."), **nothing}]
+        assert texts(tokenizer, chat_examples(tokenizer, messages)) == [["?</s>", "Yes.</s>"]]

@@ -12,7 +12,7 @@ from jaxgen.training.conversations import chat_examples
 from jaxgen.training.dataset import pack, read_examples, shuffled
 from jaxgen.training.examples import IGNORED, Example, text_example
 from jaxgen.training.loop import TrainBatch
-from tests.support.chat_templates import QWEN3, QWEN25
+from tests.support.chat_templates import QWEN3, QWEN25, template_tokenizer
 from tests.support.tokenizers import byte_level, llama
 
 INST = (
@@ -183,6 +183,9 @@ class TestTexts:
         assert self.read(tmp_path, entry) == wanted
         with_system = chat_examples(byte_level(), [SYSTEM, SAY_HELLO, HELLO, AGAIN, HE], learnt_from=4)
         assert self.read(tmp_path, {**entry, "system": "Be kind."}) == with_system
+        continued = {"prompt": [SAY_HELLO, HELLO], "completion": [HE], "system": "Be kind."}
+        wanted_here = chat_examples(byte_level(), [SYSTEM, SAY_HELLO, HELLO, HE], learnt_from=3)
+        assert self.read(tmp_path, continued) == wanted_here
         assert sum(label != IGNORED for label in wanted[0].labels) == len(
             byte_level().encode("hell no\n\nhe<|im_end|>")
         )
@@ -197,9 +200,10 @@ class TestTexts:
         assert self.read(tmp_path, entry | {"tools": json.dumps(tools)}, QWEN3.tokenizer) == wanted
         strings = {"prompt": "Say hello.", "completion": "hello"}
         assert self.read(tmp_path, {**entry, **strings, "messages": None}, QWEN3.tokenizer) == wanted
+        strict = template_tokenizer("{{ 'tools' if tools is not none }}" + QWEN3.template)
         without = chat_examples(QWEN3.tokenizer, messages)
         for tools in ([], None, "", "[]"):
-            assert self.read(tmp_path, {"messages": messages, "tools": tools}, QWEN3.tokenizer) == without
+            assert self.read(tmp_path, {"messages": messages, "tools": tools}, strict) == without
 
     def test_a_conversation_with_several_examples(self, tmp_path):
         messages = [SAY_HELLO, HELLO, AGAIN, HE]
