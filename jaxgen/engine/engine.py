@@ -39,8 +39,8 @@ _PULSE = 1.0  # seconds between messages to the other processes while no chunk i
 class Engine:
     """An engine that answers prompts as they arrive, using the slots of a running loop. Any thread can submit prompts.
 
-    >>> with Engine(params, cfg, tokenizer=tok) as engine:
-    ...     handle = engine.submit({"text": "Once upon a time", "temperature": 0.7})
+    >>> with Engine(params, cfg, jax.random.key(0), tokenizer=tok) as engine:
+    ...     handle = engine.submit({"text": "Once upon a time", "do_sample": True, "temperature": 0.7})
     ...     for event in handle:
     ...         print(event.text, end="")
 
