@@ -26,7 +26,6 @@ from convert import load_hf
 from jaxgen import Tokenizer
 from jaxgen.config.generation_options import OPTIONS
 from tests.support import checkpoints
-from tests.support.models import slow
 
 ROOT = Path(__file__).parents[1]
 TIMED = Path(__file__).parent / "support" / "timed_program.py"
@@ -388,8 +387,9 @@ class FakeServer(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "counts"), [("--stream", True), ("--no-stream", False), *slow(("--stream", False), ("--no-stream", True))]
+    ("mode", "counts"), [("--stream", True), ("--no-stream", False), ("--stream", False), ("--no-stream", True)]
 )
 def test_answers_of_a_server_are_counted(mode, counts, tmp_path, capsys):
     handler = type("Handler", (FakeServer,), {"requests": [], "numbers": itertools.count(1), "counts": counts})

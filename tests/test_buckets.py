@@ -6,7 +6,7 @@ import pytest
 
 from jaxgen import generate
 from jaxgen.buckets import cache_slots
-from tests.support.models import counting_config, counting_params, slow
+from tests.support.models import counting_config, counting_params
 
 
 @pytest.mark.parametrize(("slots", "rounded"), [(160, 160), (1024, 1024), (1025, 1152), (1568, 1664), (3200, 3200)])
@@ -14,7 +14,8 @@ def test_a_cache_of_more_than_1024_slots_has_a_multiple_of_128(slots, rounded):
     assert cache_slots(slots) == rounded
 
 
-@pytest.mark.parametrize("traced", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("traced", [False, True])
 def test_calls_with_so_many_slots_count_on(traced):
     """With `slots`, the caches of new prompts are inserted into a cache that was allocated before."""
     cfg = counting_config(max_new_tokens=1025, eos_token_id=20)

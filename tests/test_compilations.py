@@ -131,9 +131,10 @@ def test_new_stop_strings_compile_nothing():
     assert count[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "key", "streaming"),
-    [({}, None, False), *slow(({"do_sample": True, "top_k": 5, "output_scores": True}, 1, False), ({}, None, True))],
+    [({}, None, False), ({"do_sample": True, "top_k": 5, "output_scores": True}, 1, False), ({}, None, True)],
 )
 def test_after_a_warmup_nothing_is_compiled(options, key, streaming):
     cfg = GenerationConfig(model=MODEL, eos_token_id=[5, 6], pad_token_id=0, **options)

@@ -150,6 +150,7 @@ def test_shards_need_a_shared_file(capsys):
     assert "cannot be a URL: name a shared file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_prompts_and_answers(kind, memory, tmp_path, cache, capsys):
     root = MEMORY if kind == "memory" else f"file://{tmp_path}/deep"

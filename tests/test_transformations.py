@@ -43,7 +43,8 @@ def test_scores_in_shard_map():
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("updates", [False, *slow(True)], ids=["weights", "updates of 8-bit weights"])
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [False, True], ids=["weights", "updates of 8-bit weights"])
 def test_gradients_in_shard_map(updates):
     """The gradient of a sum over all prompts is the same, on each device or of all devices together."""
     trained, base = PARAMS, jax.tree.map(jnp.asarray, jax.tree.map(_int8, PARAMS))

@@ -6,7 +6,6 @@ import pytest
 
 from jaxgen import ConfigError, GenerationConfig, compute_transition_scores, generate, score
 from tests.support.letters import IDS, MODEL, PARAMS
-from tests.support.models import slow
 
 SAMPLES = np.array([True, False, False, True, False, True])
 CFG = GenerationConfig(
@@ -29,9 +28,8 @@ def assert_rows_of(out, sampled, greedy) -> None:
     assert not np.array_equal(sampled.sequences, greedy.sequences), "nothing is compared"
 
 
-@pytest.mark.parametrize(
-    "options", [WARPERS, *slow({}, {"renormalize_logits": True})], ids=["all", "few", "renormalized"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [WARPERS, {}, {"renormalize_logits": True}], ids=["all", "few", "renormalized"])
 def test_each_row_is_as_in_a_batch_of_its_kind(options):
     cfg = CFG.replace(**options)
     out = generate(PARAMS, IDS, KEY, cfg.replace(do_sample=SAMPLES))

@@ -12,7 +12,7 @@ import pytest
 from jaxgen import GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, Tokenizer, demo, generate
 from tests.support.compilations import compilations
 from tests.support.counting import CFG, PARAMS
-from tests.support.models import all_generated, generated, left_pad
+from tests.support.models import all_generated, generated, left_pad, slow
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
@@ -276,7 +276,9 @@ def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller)
         assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"slots": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *slow({"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"slots": 2})], ids=str
+)
 def test_only_a_complete_text_has_the_reason_complete_at_the_end_of_the_budget(options):
     """A row that follows a prefix is never complete, because any token may follow."""
     cfg = CFG.replace(max_new_tokens=4, min_new_tokens=4, eos_token_id=2, pad_token_id=0, **options)

@@ -20,6 +20,7 @@ from jaxgen.grammar.regex import read_regex
 from tests.grammar.test_json_schema import texts
 from tests.grammar.test_regex import accepts
 from tests.support.bounded import MOST_SECONDS, bounded
+from tests.support.models import slow
 from tests.support.schemas import RandomSchemas, problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,21 +176,21 @@ def doubling(keyword, levels, **more):
         ({"$ref": "#"}, "matches no text"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "matches no text"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
-        (mutual(8), "is too large"),
+        *slow((mutual(8), "is too large")),
         (mutual(30), "nested more than 64 levels deep"),
         ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
          "refers to more than 500"),
         (relay(20, 25), "nested too deeply"),
-        ({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts"),
-        ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
+        *slow(({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts")),
+        *slow(({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large")),
         ({"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20_000)], "$defs": [None] * 30_000}, "not in the schema"),
-        ({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large"),
-        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "to compare"),
+        *slow(({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large")),
+        *slow(({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "to compare")),
         ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
         ({"$ref": "#a"}, "not in the schema"),
         ({"$ref": "a"}, "only references inside the schema"),
         ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/٠"}]}, "not in the schema"),
-        (shared(30), "the schema has more than 1000000 characters"),
+        *slow((shared(30), "the schema has more than 1000000 characters")),
         ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
         ({"$ref": ["#"]}, r"\$ref must be a string"),
         ({"$id": 0, "type": "null"}, r"\$id must be"),
@@ -205,12 +206,12 @@ def doubling(keyword, levels, **more):
         ({"allOf": [{"anyOf": [{}, {}]}] * 70}, "too many combinations|more than 64 choices"),
         ({"dependentRequired": {str(i): [str(i + 1)] for i in range(70)}}, "more than 64 choices"),
         ({"type": "integer", "multipleOf": 99_991}, "multipleOf 99991 is not supported"),
-        ({"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(8, 14)]}, "is too large"),
-        ({"type": "string", "pattern": "^(?=(a|b)*a(a|b){12}$)", "minLength": 9999}, "is too large"),
+        *slow(({"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(8, 14)]}, "is too large")),
+        *slow(({"type": "string", "pattern": "^(?=(a|b)*a(a|b){12}$)", "minLength": 9999}, "is too large")),
         ({"type": "number", "minimum": 10**400}, "matches no text"),
         ({"patternProperties": {"[": {}}}, "class that is not closed"),
         ({"not": {"not": {"$ref": "#"}}}, "matches no text"),
-        ({"oneOf": [{"const": i} for i in range(1000)]}, "too many alternatives to compare"),
+        *slow(({"oneOf": [{"const": i} for i in range(1000)]}, "too many alternatives to compare")),
         ("a/path.json", "not its path"),
         ("", r"not valid JSON: Expecting value at character 1$"),
         ("\ufeff{}", "not valid JSON"),

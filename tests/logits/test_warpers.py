@@ -78,7 +78,8 @@ def test_top_k_keeps_all_that_reach_the_kth(top_k, scores, k, keep):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("top_p", [*ALL_OF["top_p"][:2], *slow(ALL_OF["top_p"][2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p", [*ALL_OF["top_p"][:2], ALL_OF["top_p"][2]])
 @settings(max_examples=300, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
 def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
@@ -245,6 +246,7 @@ def test_top_p_splits_a_tie_in_favor_of_the_highest_index():
     assert kept(top_p(scores, jnp.float32(0.0)))[0].tolist() == [False] * 4 + [True, False]
 
 
+@pytest.mark.slow
 def test_a_tie_among_the_candidates_needs_no_bisection():
     scores, best = jnp.asarray([[3.0, 3.0, 1.0, 3.0, 2.0, 1.0]]), jnp.asarray([[3.0, 3.0, 3.0, 2.0]])
     ids = jnp.asarray([[3, 0, 1, 4]])  # equal scores may be in any order

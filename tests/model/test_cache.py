@@ -33,7 +33,8 @@ def arrays(cache: KVCache) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(dataclasses.replace(cache, prefix=None))]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *slow("float16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_cache_has_the_models_dtype(dtype):
     cache = KVCache.create(model_config(torch_dtype=dtype), 2, 5)
     assert cache.dtype == dtype
@@ -58,6 +59,7 @@ def test_numbers_are_read_as_they_were_written(dtype):
     assert not values.astype(jnp.float32).any()
 
 
+@pytest.mark.slow
 def test_8_bits_are_the_numbers_to_within_half_a_step():
     rng = np.random.default_rng(0)
     new = jnp.asarray(rng.normal(size=(2, 2, 3, 8)), jnp.float32).at[0, 1, 2].set(0)
@@ -77,7 +79,8 @@ def test_8_bits_are_the_numbers_to_within_half_a_step():
     assert sum(x.nbytes for x in jax.tree.leaves(cache.keys[0])) == 2 * 2 * 5 * (8 + 4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", *slow("int8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_select_reorders_the_rows_over_one_prefix_in_a_loop(dtype):
     cache = filled(2, 4, copies=3, dtype=dtype)
     orders = jnp.asarray([[2, 0, 0, 5, 3, 4], [1, 1, 2, 3, 3, 5]])

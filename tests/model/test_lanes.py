@@ -117,6 +117,7 @@ def test_only_a_cpu_multiplies_in_lanes(monkeypatch):
             assert in_lanes == (platform == "cpu" and divided is False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("flags", [set(), {"amx_bf16"}, {"amx_int8"}, {"amx_bf16", "amx_int8"}])

@@ -71,9 +71,8 @@ def _layer_temporaries(steps: int) -> float:
     return (temporaries(6) - temporaries(2)) / 4
 
 
-@pytest.mark.parametrize(
-    "steps", [pytest.param(256, id="at once"), pytest.param(600, id="in blocks", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [pytest.param(256, id="at once"), pytest.param(600, id="in blocks")])
 def test_a_layer_stores_no_scores_for_its_gradient(steps):
     assert _layer_temporaries(steps) < 4 * 8 * steps * steps
 

@@ -69,7 +69,8 @@ def test_logits_of_a_left_padded_batch(folder):
     np.testing.assert_allclose(np.asarray(out.logits)[real], expected[real], rtol=0, atol=1e-4 * largest)
 
 
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied", *slow("llama-gqa-biases-tied")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
 def test_gradients_of_the_loss(name):
     params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
     golden = logits_of(GOLDENS / "441" / "checkpoints" / name)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, InputError, JaxgenWarning, KVCache, TokenAutomaton
+from jaxgen import ConfigError, InputError, JaxgenWarning, KVCache
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import MODES
 from jaxgen.decoding.slots import Continuous
 from tests.support import small
+from tests.support.automata import of_matrix
 from tests.support.counting import CFG
 from tests.support.models import counting_config
 from tests.support.trunk import prepared
@@ -204,8 +205,8 @@ def test_a_draft_has_a_run_of_its_own_and_reads_all_tokens():
 
 
 def test_automata_begin_in_their_first_states():
-    tables = np.zeros(50, np.int32), np.zeros((2, 1), np.int32), np.ones(2, bool), np.ones(2, np.int32)
-    grammar = TokenAutomaton(*map(jnp.asarray, tables), start=jnp.int32(1))
+    grammar = of_matrix(np.zeros(50, np.int64), np.zeros((2, 1), np.int32), np.ones(2, bool), 1)
+    assert grammar.start == 1
     given = prepared(PROMPTS, CFG.replace(eos_token_id=5), extensions=Extensions(allowed=grammar))
     assert given.request.grammar is grammar.start
     assert given.request.stop_strings is None

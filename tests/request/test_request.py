@@ -352,6 +352,7 @@ def test_processors_of_transformers():
         run(logits_processor=[kind()])
 
 
+@pytest.mark.slow
 def test_the_generated_columns_of_arrays_that_are_aligned_with_the_sequences():
     cfg = counting_config(max_new_tokens=3, pad_token_id=0, output_logprobs="logits")
     params = counting_params(cfg)
@@ -370,6 +371,7 @@ def test_the_generated_columns_of_arrays_that_are_aligned_with_the_sequences():
         out.generated(out.logprobs)
 
 
+@pytest.mark.slow
 def test_an_output_is_printed_with_its_shapes():
     cfg = counting_config(max_new_tokens=3, pad_token_id=0, eos_token_id=12, output_logprobs="logits")
     out = generate(counting_params(cfg), [[10], [20]], None, cfg)

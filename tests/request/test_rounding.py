@@ -104,7 +104,8 @@ def _arrays(out):
     return jax.tree.leaves((out.replace(cache=None), out.cache.tokens, out.cache.count, vars(out.to_hf())))
 
 
-@pytest.mark.parametrize("options", [{}, *slow({"num_return_sequences": 2, "do_sample": True})])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True}])
 def test_a_cache_is_continued_without_a_copy(options, exact):
     cfg = CFG.replace(**options)
     key = jax.random.key(1) if options else None
@@ -198,6 +199,7 @@ def test_the_callers_functions_see_the_prompts_alone(own):
     assert generate(PARAMS, IDS[:3], None, CFG, **own).cache.kv.rows == 3
 
 
+@pytest.mark.slow
 def test_slots_are_not_rounded():
     out = generate(PARAMS, IDS[:3], None, CFG.replace(slots=2))
     np.testing.assert_array_equal(out.sequences, generate(PARAMS, IDS[:3], None, CFG).sequences)

@@ -92,6 +92,7 @@ def test_bfloat16_is_pooled_in_float32():
     assert not np.array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_inside_jit_and_for_gradients():
     ids, mask = left_pad(PROMPTS)
 

@@ -326,6 +326,7 @@ def test_seeded_texts_are_parsed_the_same_in_any_pieces(form):
     assert broken > 30
 
 
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize(
     "unit", ["{", "<", "[", " ", '{"', "OPEN", "CALL", "OPEN{}", "OPEN[", ";", "OPEN ", "<function=f>"]
