@@ -24,7 +24,7 @@ MOST_DIVISOR = 5_000  # maximum divisor of integers, without factors of 10
 MOST_MULTIPLES = 2_000  # maximum number of multiples of a number that is not whole
 DIGITS = 15  # decimals with at most so many digits are different floats
 INTEGER = "-?(?:0|[1-9][0-9]*)"
-NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,2}})?"  # 1e400 is valid JSON, but most programs cannot read it
 
 
 def numbers(schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], name: str, work: Work) -> Expression:
