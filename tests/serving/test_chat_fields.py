@@ -128,6 +128,16 @@ def test_the_answer_continues_the_last_message(qwen):
 FORM = {"structured_outputs": {"regex": "yes|no"}}
 
 
+def test_a_stop_string_ends_a_thought(r1):
+    own = {"max_tokens": 40, "seed": 3, **FORM}
+    thought = chat(r1, **own)["choices"][0]["message"]["reasoning_content"]
+    stop = next(c for c in thought[2:] if c.isalnum())
+    [choice] = chat(r1, stop=stop, **own)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["message"]["reasoning_content"] == thought.partition(stop)[0].rstrip()
+    assert choice["message"]["content"] is None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_comes_apart_from_the_content(r1, stream):
     """The prompt opens the thought, and the grammar begins after it."""
