@@ -7,7 +7,7 @@ Messages and tools may have other fields, which are ignored: clients add many th
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -253,7 +253,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 
 Body = TypeVar("Body")

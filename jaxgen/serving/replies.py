@@ -31,6 +31,7 @@ class Replies:
         self._created = int(time.time())
         self._as_id = bool(self.request.return_tokens_as_token_ids)
         self._offsets: dict[int, int] = {}  # for each choice, the number of characters before the next token
+        self._calls: dict[int, int] = {}  # for each choice, the number of calls that were sent
 
     def _head(self, of_chat: str) -> dict[str, Any]:
         """Return the fields that all bodies have. For a chat request, the field `object` is set to `of_chat`."""
@@ -77,7 +78,8 @@ class Replies:
             if delta.text:
                 content["content"] = delta.text
             if delta.calls:
-                first = answer.calls - len(delta.calls)
+                first = self._calls.get(index, 0)
+                self._calls[index] = first + len(delta.calls)
                 content["tool_calls"] = [
                     {"index": first + number} | self._call(call) for number, call in enumerate(delta.calls)
                 ]
@@ -86,7 +88,8 @@ class Replies:
             prompt = self._echoed(index) if is_first else ""
             scored = self._scored(delta, of_prompt if is_first and self.asked.texts is not None else None)
             choice |= {"text": prompt + delta.text, "logprobs": self._completion_logprobs(index, scored)}
-        choice |= {"finish_reason": delta.finish, "stop_reason": answer.stop_reason}
+        # The answer may have more events than this one.
+        choice |= {"finish_reason": delta.finish, "stop_reason": answer.stop_reason if delta.finish else None}
         if self.request.return_token_ids:
             choice["token_ids"] = delta.tokens
             if is_first:

@@ -138,9 +138,10 @@ class Reader:
         ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
-        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        most = getattr(request, name)
         if most is not None and most < 1:
-            raise ApiError(400, f"max_completion_tokens must be at least 1, got {most}", "max_completion_tokens")
+            raise ApiError(400, f"{name} must be at least 1, got {most}", name)
         return self._asked(request, [ids], most, top, of_prompt, prompt, None)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
@@ -168,7 +169,8 @@ class Reader:
             if request.truncate_prompt_tokens < 1:
                 raise ApiError(400, "truncate_prompt_tokens must be at least 1", "truncate_prompt_tokens")
             rows = [row[-request.truncate_prompt_tokens :] for row in rows]
-        budgets = [self._budget(len(row), most) for row in rows]
+        where = "prompt" if prompt is None else "messages"
+        budgets = [self._budget(len(row), most, where) for row in rows]
         options = self._options(request, max(budgets))
         grammar = self._grammar(request, prompt)
         if grammar is not None:
@@ -199,16 +201,16 @@ class Reader:
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=adds_special) if isinstance(prompt, str) else prompt
 
-    def _budget(self, length: int, most: int | None) -> int:
-        """Return the maximum number of tokens in the answer to a prompt of `length` tokens."""
+    def _budget(self, length: int, most: int | None, where: str) -> int:
+        """Return the maximum number of tokens in the answer to a prompt of `length` tokens from the field `where`."""
         space = self.context - length
+        if not length:
+            raise ApiError(400, "the prompt has no tokens, but must have at least one", where)
         if length > self.width:
-            raise ApiError(
-                400, f"the prompt has {length} tokens, but this model accepts at most {self.width}", "messages"
-            )
+            raise ApiError(400, f"the prompt has {length} tokens, but this model accepts at most {self.width}", where)
         if most is None:
             if space < 1:
-                raise ApiError(400, f"the prompt has {length} tokens, which fill the context of {self.context}")
+                raise ApiError(400, f"the prompt has {length} tokens, which fill the context of {self.context}", where)
             return min(space, self._most)
         if most < 0:
             raise ApiError(400, f"max_tokens must be at least 0, got {most}", "max_tokens")

@@ -32,7 +32,7 @@ from jaxgen.serving.response_records import (
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that have the same name and meaning in a request for chat completions.
 _SAME = "model temperature top_p stream seed top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
-_SAME += ["parallel_tool_calls", "chat_template_kwargs"]
+_SAME += ["parallel_tool_calls", "chat_template_kwargs", "unsupported"]
 _REFUSED = {
     "conversation": "use previous_response_id, or send the items of the conversation",
     "prompt": "stored prompts are not offered: send instructions and input",
@@ -73,7 +73,7 @@ _RENAMED = [
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\bresponse_format(\.json_schema\.schema)?\b"), "text.format"),
     (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
-    (re.compile(r"^messages$"), "input"),
+    (re.compile(r"^messages\b"), "input"),
 ]
 
 

@@ -202,6 +202,7 @@ class ResponseRequest(_Record):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    unsupported: Literal["error", "warn"] = "error"
     # These fields have no effect on the answer.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -281,6 +282,7 @@ class ResponseBody(_Record):
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     user: str | None = None
+    left_out: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Deleted(_Record):

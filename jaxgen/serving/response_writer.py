@@ -87,6 +87,8 @@ class ResponseWriter:
     def __init__(self, response: ResponseBody, texts: TokenTexts, asked: Asked):
         self.response = response
         self._texts, self._asked = texts, asked
+        if asked.left_out:
+            response.left_out = list(asked.left_out)
         self._number = 0  # of the next event
         self._open: Message | ReasoningItem | None = None
         self._pieces: list[str] = []  # the text of the open item

@@ -81,7 +81,6 @@ class Answer:
     Attributes:
         count: the number of tokens so far.
         thinking: the number of tokens of the thought so far.
-        calls: the number of tool calls so far.
         reason: why the sequence ended; `StopReason.NONE` before it ends.
     """
 
@@ -89,7 +88,8 @@ class Answer:
         self, stream: TextStream, cut: StopCut, thoughts: ThoughtParser | None, parser: CallParser | None, forced: bool
     ):
         self._stream, self._cut, self._thoughts, self._parser, self._forced = stream, cut, thoughts, parser, forced
-        self.count = self.thinking = self.calls = 0
+        self.count = self.thinking = 0
+        self._has_calls = False
         self.reason = StopReason.NONE
 
     @property
@@ -108,7 +108,7 @@ class Answer:
             if self.reason:
                 rest, more = self._parser.end()
                 text, calls = text + rest, calls + more
-        self.calls += len(calls)
+        self._has_calls = self._has_calls or bool(calls)
         return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None, thought)
 
     def _read(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -129,4 +129,4 @@ class Answer:
     def _finish(self) -> str:
         if self.reason == StopReason.LENGTH:
             return "length"
-        return "tool_calls" if self.calls and not self._forced else "stop"
+        return "tool_calls" if self._has_calls and not self._forced else "stop"

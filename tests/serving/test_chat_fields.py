@@ -7,8 +7,12 @@ import openai
 import pytest
 
 from jaxgen import GenerationConfig
+from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.engine.results import Event
 from jaxgen.serving.protocol import ChatRequest, CompletionRequest
+from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Reader
+from jaxgen.serving.scored import TokenTexts
 from jaxgen.text.streaming import TextStream
 from tests.serving.test_service import events, refused
 from tests.support.dialects import KINDS
@@ -124,6 +128,16 @@ def test_the_answer_continues_the_last_message(qwen):
 FORM = {"structured_outputs": {"regex": "yes|no"}}
 
 
+def test_a_stop_string_ends_a_thought(r1):
+    own = {"max_tokens": 40, "seed": 3, **FORM}
+    thought = chat(r1, **own)["choices"][0]["message"]["reasoning_content"]
+    stop = next(c for c in thought[2:] if c.isalnum())
+    [choice] = chat(r1, stop=stop, **own)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["message"]["reasoning_content"] == thought.partition(stop)[0].rstrip()
+    assert choice["message"]["content"] is None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_comes_apart_from_the_content(r1, stream):
     """The prompt opens the thought, and the grammar begins after it."""
@@ -210,6 +224,26 @@ def test_calls_in_the_format_of_the_template(kind):
             assert all(len(call.id) == 9 for call in calls)
         results = [{"role": "tool", "tool_call_id": call.id, "content": "blue"} for call in calls]
         client.chat.completions.create(**{**own, "messages": [USER, forced.message, *results], "max_tokens": 2})
+
+
+def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
+    """A busy service reads several events of an answer before it writes their chunks."""
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=200, output_logprobs="logits", top_logprobs=1)
+    tokenizer = byte_level(chat_template=KINDS["HERMES"])
+    request = ChatRequest(messages=[USER], tools=[NOW], stop=["END"])
+    asked = Reader(cfg, tokenizer, 400, 800, 8).chat(request)
+    [answer] = asked.answers()
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    texts = [call, call * 2, "Noon.", "END"]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    reasons = [StopReason.NONE] * 3 + [StopReason.STOP_STRING]
+    deltas = [answer.put(Event(0, tokens, "", reason)) for tokens, reason in zip(ids, reasons, strict=True)]
+    replies = Replies(request, asked, "m", "", TokenTexts(tokenizer))
+    choices = [replies.chunk(0, answer, delta, False, None)["choices"][0] for delta in deltas]
+    calls = [call["index"] for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert calls == [0, 1, 2]
+    ends = [(choice["finish_reason"], choice["stop_reason"]) for choice in choices]
+    assert ends == [(None, None)] * 3 + [("tool_calls", "END")]
 
 
 @pytest.mark.parametrize(

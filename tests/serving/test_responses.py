@@ -132,6 +132,18 @@ class TestResponse:
         assert done["text"]["format"] == {**form, "description": None}
         assert done["completed_at"] >= done["created_at"]
 
+    def test_what_cannot_be_enforced_is_left_out_on_request(self, http):
+        tags = {"type": "array", "items": {"type": "string", "maxLength": 3}, "uniqueItems": True, "maxItems": 2}
+        own = {"input": "Who?", "text": {"format": {"type": "json_schema", "name": "tags", "schema": tags}}, "seed": 1}
+        error = create(http, status=400, **own)
+        assert (error["param"], "uniqueItems" in error["message"]) == ("text.format", True)
+        done = create(http, **own, unsupported="warn")
+        assert "uniqueItems" in done["left_out"][0]
+        assert http.get(f"/v1/responses/{done['id']}").json() == done
+        [*_, last] = events(http, **own, unsupported="warn")
+        assert last["response"]["left_out"] == done["left_out"]
+        assert "left_out" not in create(http, input="Who?", unsupported="warn", max_output_tokens=1)
+
     def test_json_of_any_form(self, http):
         done = create(http, input="Who?", text={"format": {"type": "json_object"}}, seed=3)
         text = done["output"][0]["content"][0]["text"]
@@ -455,6 +467,7 @@ class TestRefusals:
     def test_what_is_allowed_is_said(self, http):
         assert "use function" in create(http, 400, input="Who?", tools=[{"type": "web_search"}])["message"]
         assert "only text is supported" in create(http, 400, input=[IMAGE])["message"]
+        assert "input must have at least one message" in create(http, 400, input=[])["message"]
 
     def test_the_model_and_the_key(self, http, service):
         assert create(http, 404, input="Who?", model="huge")["param"] == "model"

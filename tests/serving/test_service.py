@@ -351,7 +351,8 @@ def test_a_seed_gives_the_same_tokens_under_load_in_bfloat16():
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),
         ({"prompt": []}, "at least one prompt"),
         ({"prompt": [1, "a"]}, "prompt[0] must be a text or a list of ids"),
-        ({"prompt": [[]]}, "the prompt has no token"),
+        ({"prompt": [[]]}, "the prompt has no tokens"),
+        ({"prompt": ["A", ""]}, "the prompt has no tokens"),
         ({"prompt": [[400]]}, "the prompt contains the id 400"),
         ({"prompt": "a" * 500}, "the prompt has 500 tokens"),
         ({"prompt": None}, "prompt"),
@@ -386,11 +387,20 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
         ({"echo": True}, "echo is not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must not have messages"),
         ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"audio": {}}, "audio is not supported: only text"),
     ],
 )
 def test_what_a_chat_cannot_have(http, fields, words):
     assert words in refused(http, "/v1/chat/completions", **{"messages": MESSAGES, **fields})["message"]
+
+
+@pytest.mark.parametrize("prompt", ["", "a" * 500])
+def test_a_prompt_of_a_wrong_length_is_refused_by_name(http, prompt):
+    assert refused(http, prompt=prompt)["param"] == "prompt"
+    if prompt:
+        message = {"role": "user", "content": prompt}
+        assert refused(http, "/v1/chat/completions", messages=[message])["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -440,7 +450,8 @@ def test_tokens_round_trip(http, service):
     chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert chat["tokens"] == service.tokenizer.chat([MESSAGES]).ids[0].tolist()
     assert "either" in refused(http, "/tokenize")["message"]
-    assert refused(http, "/detokenize", tokens=[-1])
+    for token in (-1, 2**32, 2**63):
+        assert refused(http, "/detokenize", tokens=[0, token])["param"] == "tokens[1]"
 
 
 def test_keys(service):
