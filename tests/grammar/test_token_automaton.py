@@ -329,11 +329,15 @@ def test_rows_have_space_for_an_eighth_of_the_classes(tok):
 
 def test_construction_is_bounded(tok, monkeypatch):
     monkeypatch.setattr(token_table, "LARGEST_TABLE", 1000)
-    with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):
+    with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions and"):
         automaton_of("[a-z]{200}", tok)
     monkeypatch.setattr(token_table, "MOST_WORK", 10)
     with pytest.raises(InputError, match="too many kinds of tokens"):
         automaton_of("[a-z]{3}", tok)
+    monkeypatch.undo()
+    monkeypatch.setattr(token_table, "MOST_CLASSES", 10)
+    with pytest.raises(InputError, match="and 10 kinds are supported"):
+        automaton_of("(a1|b2|c3|d4|e5|f6)", tok)
 
 
 def test_states_of_a_bounded_repetition_share_their_rows(tok):
