@@ -391,6 +391,13 @@ def test_adjacent_ranges_are_joined(tok):
     assert 2 * np.asarray(automaton.spans).max() < np.asarray(automaton.count).max()
 
 
+def test_rows_in_which_nothing_may_follow_have_no_ranges(tok):
+    automaton = automaton_of("[a-z]+", tok)
+    state = automaton.push(automaton.begin(1), jnp.asarray(tok.encode("a")), None)
+    rows, remaining = jnp.asarray([state[0], state[0], -1]), jnp.asarray([9, 0, 9])
+    assert (np.asarray(automaton._allowed(rows, remaining)[2]) > 0).tolist() == [True, False, False]
+
+
 def test_padding_is_invisible(tok):
     automaton = automaton_of(PATTERNS[0], tok)
     assert automaton.capacity[:2] == (256, 512) != automaton.needs[:2]
