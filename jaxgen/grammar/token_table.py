@@ -18,9 +18,9 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import ByteAutomaton, distances, distinct, restricted
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
-LARGEST_TABLE = 2**26  # maximum number of states times classes during construction; this many take 128 MB
+LARGEST_TABLE = 2**27  # maximum number of states times classes during construction; this many take 256 MB
 MOST_CLASSES = 2**16  # maximum number of classes, which are stored as uint16
-MOST_WORK = 2**28  # maximum number of transitions followed during construction
+MOST_WORK = 2**29  # maximum number of transitions followed during construction
 LONGEST_PREFIXES = 30_000  # maximum total length of all distinct prefixes, in bytes
 COMPLETE = 0  # the state after a prefix
 NEVER = 2**30  # the distance of a state from which the text cannot be completed
