@@ -14,10 +14,12 @@ import collections
 import contextlib
 import json
 import os
+import platform
 import random
 import signal
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +55,11 @@ def main() -> None:
     files = _chosen(args.schemas, args.count, args.seed)
     rng = np.random.default_rng(args.seed)
     plain = [_result(file, "error", tokenizer, args.limit, args.texts, rng) for file in files]
-    lenient = [_result(file, "warn", None, args.limit, 0, rng) for file in files]
+    # An accepted schema has no keyword to leave out.
+    lenient = [
+        result if result.refusal is None else _result(file, "warn", tokenizer, args.limit, 0, rng)
+        for file, result in zip(files, plain, strict=True)
+    ]
     for result in plain:
         found = [f"FORBIDDEN {text}" for text in result.forbidden]
         found += [f"refused: {result.refusal}"] if result.refusal else []
@@ -63,7 +69,7 @@ def main() -> None:
         "# JSON schemas",
         "",
         f"{len(files)} schemas, seed {args.seed}; {'with' if tokenizer else 'without'} a tokenizer.",
-        f"CPU seconds; host: {measure.machine()['cpu']}, load average {load:.1f} at the start.",
+        f"CPU seconds; host: {measure.machine()['cpu']}, load average {load:.1f} at the start; {_versions()}.",
         "",
         *_table(plain, lenient, args.texts),
     ]
@@ -177,6 +183,11 @@ def _texts(automaton: ByteAutomaton, count: int, rng: np.random.Generator) -> It
             byte = rng.choice(choices)
             state, text = table[state, byte], text + bytes([byte])
         yield text.decode()
+
+
+def _versions() -> str:
+    names = ("jax", "numpy", "jsonschema")
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
 def _table(plain: list[Result], lenient: list[Result], texts: int) -> list[str]:

@@ -20,7 +20,7 @@ from jaxgen.grammar.token_table import compact
 from jaxgen.programs import Program
 from jaxgen.text.tokenizer import Tokenizer
 
-# The default sizes of an engine's table of grammars. With a vocabulary of 151,936 tokens, the table takes 27 MB.
+# The default sizes of an engine's table of grammars. With a vocabulary of 151,936 tokens, the table takes 29 MB.
 CAPACITY = Capacity(states=2**16, transitions=2**19, classes=4096, automata=64)
 _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that are written at a time
 
@@ -89,7 +89,7 @@ class Table(abc.ABC):
                 return None
             self._parts[key] = part  # the automaton that prompts began to use last is the last one
             part.users += 1
-            return part.first[0] + int(part.automaton.start)
+            return part.first[0] + np.asarray(part.automaton.start).item()  # a stack of one has shape [1]
 
     def leave(self, key: Hashable) -> None:
         """Record that a prompt no longer uses an automaton."""
@@ -125,7 +125,7 @@ class Table(abc.ABC):
 class GrammarTable(Table):
     """A table of token automata, of the given capacity.
 
-    An automaton may use half of the states and transitions, so any two that are accepted fit into an empty table.
+    An automaton may use half of each space, so any two that are accepted fit into an empty table.
     Prompts without a grammar may generate any token, including special tokens.
     """
 
@@ -135,7 +135,7 @@ class GrammarTable(Table):
         spaces = {"states": capacity.states, "transitions": capacity.transitions, "automata": capacity.automata}
         # The automaton of prompts without a grammar has one state, one transition and one row of classes.
         self._capacity = capacity._replace(**{name: size + 1 for name, size in spaces.items()})
-        self._most = {name: max(spaces[name] // 2, 1) for name in ("states", "transitions")}
+        self._most = {name: max(size // 2, 1) for name, size in spaces.items()}
         spaces = {name: size + 1 for name, size in spaces.items()}
         empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))
         super().__init__("the grammar", spaces, TokenAutomaton.of_table(free, one), empty)
@@ -153,7 +153,7 @@ class GrammarTable(Table):
             "transitions (grammar_transitions: twice as many)": (needs.transitions, self._most["transitions"]),
             "classes of tokens (grammar_classes)": (needs.classes, space.classes),
             "transitions in one state (grammar_classes: eight times as many)": (automaton.longest_row, space.width),
-            "automata": (needs.automata, 1),
+            "automata (grammars: twice as many)": (needs.automata, self._most["automata"]),
         }
 
     def write(self, first: tuple[int, ...], automaton: TokenAutomaton) -> None:

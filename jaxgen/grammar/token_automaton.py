@@ -402,7 +402,8 @@ class TokenAutomaton:
         joined = jnp.all(may | (jnp.arange(self.width)[None, :] >= self.count[here][:, None]), axis=1)
         low = jnp.where(joined[:, None], self._cut(self.span_low, state), jnp.where(may, low, 1))
         high = jnp.where(joined[:, None], self._cut(self.span_high, state), jnp.where(may, high, 0))
-        return low, high, jnp.where(joined, self.spans[here], self.count[here])
+        used = jnp.max(jnp.where(may, jnp.arange(1, self.width + 1), 0), axis=1)  # 0 if nothing may follow
+        return low, high, jnp.where(joined, self.spans[here], used)
 
     def _cut(self, x: jax.Array, state: jax.Array) -> jax.Array:
         """Return each row's part of an array of transitions, as int32[rows, width]."""

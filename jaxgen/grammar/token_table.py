@@ -18,8 +18,9 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import ByteAutomaton, distances, distinct, restricted
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
-LARGEST_TABLE = 2**26  # maximum number of states times classes during construction; this many take 128 MB
-MOST_WORK = 2**28  # maximum number of transitions followed during construction
+LARGEST_TABLE = 2**27  # maximum number of states times classes during construction; this many take 256 MB
+MOST_CLASSES = 2**16  # maximum number of classes, which are stored as uint16
+MOST_WORK = 2**29  # maximum number of transitions followed during construction
 LONGEST_PREFIXES = 30_000  # maximum total length of all distinct prefixes, in bytes
 COMPLETE = 0  # the state after a prefix
 NEVER = 2**30  # the distance of a state from which the text cannot be completed
@@ -187,6 +188,8 @@ def _follow(table: np.ndarray, tokens: Tokens, followed: np.ndarray | None = Non
                     _refuse_size(len(table))
         current[going] = composed[which]
     used, classes = np.unique(current, return_inverse=True)
+    if len(used) > MOST_CLASSES:
+        _refuse_size(len(table))
     return classes, np.stack([functions[i] for i in used], axis=1)
 
 
@@ -289,6 +292,7 @@ def _spans(
 
 def _refuse_size(states: int) -> NoReturn:
     raise InputError(
-        f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the limits of long texts and arrays, shorten long prefixes, or split the grammar"
+        f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions and "
+        f"{MOST_CLASSES} kinds are supported; lower the limits of long texts and arrays, shorten long prefixes, or "
+        "split the grammar"
     )

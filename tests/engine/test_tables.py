@@ -1,5 +1,7 @@
 """Adding automata to tables and removing them again: states do not move, and space is reused."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -78,6 +80,20 @@ def test_grammars_wait_for_a_full_table_without_any_work(monkeypatch):
     assert len(written) == 2
     table.leave("large")
     assert table.enter("third", third) is not None
+
+
+def test_a_stack_may_enter():
+    """A stack has one initial state per prompt, so that of one automaton has shape [1]."""
+    table, letters, digits = table_of(40), grammar("[a-c]{1,8}"), grammar("[0-9]{2,4}")
+    both, start = TokenAutomaton.stack([letters], capacity=Capacity(64, 64, 64, 2)).add(digits)
+    for name, automaton in (("one", TokenAutomaton.stack([letters])), ("two", dataclasses.replace(both, start=start))):
+        table.fits(automaton)
+        state = table.enter(name, automaton)
+        assert state is not None
+        assert accepts(table.joint, state, "ab") == (name == "one")
+        assert accepts(table.joint, state, "12") == (name == "two")
+    with pytest.raises(InputError, match=r"needs 2 automata \(grammars: twice as many\), .* at most 1"):
+        table_of(40, automata=2).fits(both)
 
 
 @pytest.mark.parametrize(

@@ -330,11 +330,15 @@ def test_rows_have_space_for_an_eighth_of_the_classes(tok):
 
 def test_construction_is_bounded(tok, monkeypatch):
     monkeypatch.setattr(token_table, "LARGEST_TABLE", 1000)
-    with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):
+    with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions and"):
         automaton_of("[a-z]{200}", tok)
     monkeypatch.setattr(token_table, "MOST_WORK", 10)
     with pytest.raises(InputError, match="too many kinds of tokens"):
         automaton_of("[a-z]{3}", tok)
+    monkeypatch.undo()
+    monkeypatch.setattr(token_table, "MOST_CLASSES", 10)
+    with pytest.raises(InputError, match="and 10 kinds are supported"):
+        automaton_of("(a1|b2|c3|d4|e5|f6)", tok)
 
 
 def test_states_of_a_bounded_repetition_share_their_rows(tok):
@@ -386,6 +390,13 @@ def test_adjacent_ranges_are_joined(tok):
     """Inside a string, most tokens are allowed, but they lead to different states."""
     automaton = automaton_of('"[a-z]{0,60}"', tok)
     assert 2 * np.asarray(automaton.spans).max() < np.asarray(automaton.count).max()
+
+
+def test_rows_in_which_nothing_may_follow_have_no_ranges(tok):
+    automaton = automaton_of("[a-z]+", tok)
+    state = automaton.push(automaton.begin(1), jnp.asarray(tok.encode("a")), None)
+    rows, remaining = jnp.asarray([state[0], state[0], -1]), jnp.asarray([9, 0, 9])
+    assert (np.asarray(automaton._allowed(rows, remaining)[2]) > 0).tolist() == [True, False, False]
 
 
 @pytest.mark.slow
