@@ -170,6 +170,7 @@ def test_prompts_and_answers(kind, memory, tmp_path, cache, capsys):
     assert f"{root}/missing does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_copied_stay(memory, tmp_path, cache, monkeypatch, capsys):
     def put_file(self, *_):
         raise PermissionError("no")

@@ -16,7 +16,6 @@ from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
-from tests.support.models import slow
 from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -410,7 +409,8 @@ class TestInput:
         assert run(*options, "--output", target)[0] == 1
         assert target.read_text(encoding="utf-8") == out
 
-    @pytest.mark.parametrize("encoding", ["ascii", *slow("utf-8", "latin-1")])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
     def test_json_is_utf_8_or_ascii(self, checkpoint, tmp_path, monkeypatch, encoding):
         (tmp_path / "prompts").write_text("é", encoding="utf-8")
         stdout = io.TextIOWrapper(io.BytesIO(), encoding)

@@ -325,7 +325,8 @@ class TestGoingOn:
             assert "another process is training in" in run()[1]
         assert not (tmp_path / "out.training").exists()
 
-    @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [0, 2])
     def test_a_finished_run_continues_from_an_undamaged_state(self, run, tmp_path, rank):
         work, words = tmp_path / "out.training", ["--save-adapter"] * (rank > 0)
         assert run(*words, lora=rank, steps=6, save_every=4)[0] == 0

@@ -137,6 +137,7 @@ def test_it_is_saved_and_read(qwen2, tmp_path, monkeypatch, dtype, max_shard):
         assert read_cfg == cfg
 
 
+@pytest.mark.slow
 def test_a_mesh(qwen2, quantized, saved, tmp_path):
     params, cfg = quantized
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])

@@ -92,7 +92,8 @@ def test_a_cache_is_continued_with_its_adapter(params):
     np.testing.assert_array_equal(out.sequences[:, 3:], generate(params, IDS, None, cfg).sequences[:, 7:])
 
 
-@pytest.mark.parametrize("of", ["logits", *slow("scores")])
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["logits", "scores"])
 def test_scores(params, of):
     more = {"prompt_width": 3} if of == "scores" else {}
     cfg = CFG.replace(temperature=0.7, do_sample=True)

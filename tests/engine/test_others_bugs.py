@@ -99,6 +99,7 @@ def test_waiting_for_one_result_does_not_take_others(counting):
     assert found == {number: list(range(number + 1, number + 2 + number % 5)) for number in range(1, 17)}
 
 
+@pytest.mark.slow
 def test_processors_see_the_whole_row(counting):
     """transformers, issues 43457 and 48468: processors that read the history saw only one token of it."""
     banned = counting.submit([3, 4, 5, 9, 3, 4], max_new_tokens=1).result(300)[0]

@@ -119,6 +119,7 @@ WARPING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WARPING)
 def test_warpers_leave_the_given_token(name):
     """The given token's score is only divided by the temperature, unless it is banned. Others are removed as usual."""

@@ -95,6 +95,7 @@ def test_gradients_of_the_loss(name):
         np.testing.assert_allclose(found[key], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
 def test_hidden_states_attentions_and_loss(name):
     folder = GOLDENS / "441" / "checkpoints" / name

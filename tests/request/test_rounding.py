@@ -129,6 +129,7 @@ def test_a_cache_of_other_rows(exact):
         np.testing.assert_array_equal(call().sequences, exact(call).sequences)
 
 
+@pytest.mark.slow
 def test_another_number_of_prompts_compiles_nothing():
     cfg, keys = CFG.replace(do_sample=True, temperature=[0.5] * 4), {number: KEYS[:number] for number in (2, 3)}
     generate(PARAMS, IDS[:4], KEYS[:4], cfg)

@@ -66,6 +66,7 @@ def test_a_score_is_printed_with_its_shapes():
     )
 
 
+@pytest.mark.slow
 def test_padding_within_a_row():
     row = ROWS[0]
     mask = np.asarray([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0]])
