@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jaxgen.grammar import keywords
-from jaxgen.grammar.evaluation import key
 from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repeat, sequence
 from jaxgen.grammar.joint import Conversion, Joint, Place
+from jaxgen.grammar.keywords import key
 from jaxgen.grammar.strings import literal
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items

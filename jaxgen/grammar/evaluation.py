@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
+from jaxgen.grammar.keywords import key
 from jaxgen.grammar.references import References
 
 MOST = 60_000  # maximum number of evaluations for one schema
-
-
-def key(value: Any) -> str:
-    """Return a string that is the same for values that JSON Schema considers equal.
-
-    JSON Schema considers 1 and 1.0 equal, but not 1 and true. Integers are read as floats, as in many programs, so
-    different large integers may become equal.
-    """
-    if isinstance(value, str):
-        return json.dumps(value)
-    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
 
 
 class Evaluation:

@@ -213,6 +213,8 @@ def _fault(name: str, value: Any, schema: dict[str, Any]) -> str | None:
         partner = "minimum" if name == "exclusiveMinimum" else "maximum"
         valid = _is_number(value) or (isinstance(value, bool) and (not value or _is_number(schema.get(partner))))
         return None if valid else f"a number, or true beside {partner}"
+    if name == "items" and isinstance(value, list) and "prefixItems" in schema:
+        return "a schema or a boolean beside prefixItems"
     check, reason = _CHECKS.get(name, (lambda _: True, ""))
     return None if check(value) else reason
 
@@ -230,9 +232,23 @@ def types_of(value: Any) -> tuple[str, ...]:
     return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 
+def key(value: Any) -> str:
+    """Return a string that is the same for values that JSON Schema considers equal.
+
+    JSON Schema considers 1 and 1.0 equal, but not 1 and true. Integers are read as floats, as in many programs, so
+    different large integers may become equal.
+    """
+    if isinstance(value, str):
+        return json.dumps(value)
+    return json.dumps(json.loads(json.dumps(value), parse_int=float), sort_keys=True)
+
+
 def literals(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the values of const or enum; None if there are none."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+    """Return the values that const and enum allow; None if the schema has neither."""
+    if "const" not in schema:
+        return schema.get("enum")
+    const = schema["const"]
+    return [const] if "enum" not in schema or key(const) in map(key, schema["enum"]) else []
 
 
 def bounds(schemas: list[dict[str, Any]], of: str) -> tuple[int, int | None]:
