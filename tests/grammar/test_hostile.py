@@ -83,6 +83,8 @@ def check_damaged(seed: int, count: int) -> tuple[int, int]:
         if refusal(compile_schema, schema) is not None:
             refused += 1
             continue
+        if any(isinstance(part.get("items"), list) for part in parts(schema)):
+            continue  # a tuple of draft 7, which the validator of later drafts cannot read
         for part in list(parts(schema)):
             for name in ("exclusiveMinimum", "exclusiveMaximum"):  # false is draft 4's neutral value
                 if part.get(name) is False:
