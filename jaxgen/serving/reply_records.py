@@ -14,7 +14,7 @@ class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
 
 
 class Error(_Record):
-    """What was wrong, what is allowed, and what to do; `code` is the status unless OpenAI has a name for the error."""
+    """An error message. `code` is the status, unless OpenAI has a name for the error."""
 
     message: str
     type: str
@@ -95,7 +95,7 @@ class AssistantMessage(_Record):
 
 
 class MessageDelta(_Record):
-    """What a chunk adds to an answer."""
+    """The addition of a chunk to an answer."""
 
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET

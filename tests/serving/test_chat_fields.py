@@ -1,4 +1,4 @@
-"""What clients send to /v1/chat/completions: histories, neutral fields, thoughts and formats of calls."""
+"""Requests that clients send to /v1/chat/completions: histories, neutral fields, thoughts and formats of calls."""
 
 import json
 

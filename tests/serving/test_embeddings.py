@@ -5,7 +5,6 @@ import concurrent.futures
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from jaxgen import Pooling, embed
@@ -20,18 +19,6 @@ TEXTS = ["One", "Who are you?", "a" * 50, "Two"]
 @pytest.fixture(scope="module")
 def service():
     with running(keys=[KEY], options={"pooling": POOLING}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(service):
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(service):
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
         yield made
 
 

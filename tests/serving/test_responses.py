@@ -5,7 +5,6 @@ import json
 
 import httpx
 import msgspec
-import openai
 import pytest
 
 from jaxgen.serving.errors import ApiError
@@ -46,18 +45,6 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 @pytest.fixture(scope="module")
 def service():
     with running(keys=[KEY], options={"response_store_bytes": 20_000}) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(service):
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(service):
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
         yield made
 
 
@@ -341,7 +328,7 @@ class TestWriter:
 
 
 class TestInput:
-    """Which conversation the model reads."""
+    """The conversation that the model reads."""
 
     def messages(self, *items, instructions=None):
         return messages_of(msgspec.convert(list(items), list[Item]), instructions)

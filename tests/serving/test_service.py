@@ -41,18 +41,6 @@ def service():
         yield made
 
 
-@pytest.fixture(scope="module")
-def client(service):
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(service):
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
-        yield made
-
-
 def complete(http, **fields) -> dict:
     response = http.post("/v1/completions", json=fields)
     assert response.status_code == 200, response.text

@@ -1,0 +1,19 @@
+"""Clients of the service that a module of tests makes in its fixture `service`, with the key `KEY`."""
+
+import httpx
+import openai
+import pytest
+
+from tests.support.service import KEY
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(service):
+    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
+        yield made
