@@ -333,7 +333,7 @@ def test_seeded_texts_are_parsed_the_same_in_any_pieces(form):
 )
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_the_work_is_linear_in_the_text(form, unit, size):
-    unit = unit.replace("OPEN", form.opening).replace("CALL", form.write([G]))
+    unit = unit.replace("OPEN", form.openings[0]).replace("CALL", form.write([G]))
     text, steps = unit * (20_000 // len(unit)), 0
 
     class Counting(CallParser):
