@@ -48,9 +48,10 @@ class Coder(Format):
                 if end in self.openings:
                     raise Broken
                 continue
-            key, _ = yield from until(">")
-            text, end = yield from until(*ENDS)
-            values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
+            key, end = yield from until(*ENDS, ">")
+            if end == ">":
+                text, end = yield from until(*ENDS)
+                values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
