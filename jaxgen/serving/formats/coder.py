@@ -10,7 +10,18 @@ from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.keywords import types_of
 from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
-from jaxgen.serving.formats.reading import Broken, Call, Parts, Reading, Unknown, after_space, literal, one_of, parsed, until
+from jaxgen.serving.formats.reading import (
+    Broken,
+    Call,
+    Parts,
+    Reading,
+    Unknown,
+    after_space,
+    literal,
+    one_of,
+    parsed,
+    until,
+)
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
