@@ -295,7 +295,8 @@ class TestGenerationBlocks:
         plain = f"{head}{{{{ m.content + '<|im_end|>' }}}}{tail}"
         body = "{% if m.role == 'user' %}{{ m.content }}{% else %}{{ '(é)' }}{% generation %}{{ m.content }}"
         marked = f"{head}{body}{{% endgeneration %}}{{% endif %}}{{{{ '<|im_end|>' }}}}{tail}"
-        tokenizer = template_tokenizer([{"name": "default", "template": plain}, {"name": "tool_use", "template": marked}])
+        templates = {"default": plain, "tool_use": marked}
+        tokenizer = template_tokenizer([{"name": name, "template": text} for name, text in templates.items()])
         messages = [user("1?"), said("One.")]
         for tools in (None, TOOLS):
             (example,) = texts(tokenizer, chat_examples(tokenizer, messages, tools=tools))
