@@ -48,10 +48,8 @@ _REFUSED = {
     "stop": "leave it out, or use /v1/chat/completions",
     "logprobs": f"include {_LOGPROBS}",
 }
-_ITEMS, _TOOLS = (
-    "message, function_call, function_call_output, reasoning or item_reference",
-    "function: built-in tools are not offered",
-)
+_ITEMS = "message, function_call, function_call_output, reasoning or item_reference"
+_TOOLS = "function: built-in tools are not offered"
 _PARTS = "input_text or output_text: only text is supported"
 # What is allowed where a value is refused, keyed by the path to the value.
 _ALLOWED = {
