@@ -17,6 +17,7 @@ from jaxgen.engine.many import generate_many
 from jaxgen.errors import ConfigError, GenerationError, InputError
 from jaxgen.progress import is_on
 from jaxgen.scoring.many import score_many
+from jaxgen.text.chat_template import continued
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -99,11 +100,9 @@ class JaxgenLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as text; without a generation prompt, the model continues the last message."""
-        text = self._tokenizer.render_chat(chat_history, add_generation_prompt)
         if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+            return self._tokenizer.render_chat(chat_history)
+        return continued(lambda messages: self._tokenizer.render_chat(messages, False), chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return information about the model for the harness's report."""

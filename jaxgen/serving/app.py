@@ -277,13 +277,14 @@ class Service:
     async def _respond(self, http: Request) -> Any:
         """Return the response to a request of the Responses API, or a stream of its events."""
         request = read_request(await self._body(http))
-        earlier: list[Item] = []
+        items: list[Item] = []
         if (previous := request.previous_response_id) is not None:
-            earlier = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
+            items = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
+        items += input_items(request, self._responses.item)
         model = self._named(request.model)
-        live = await self._begin(chat_request(request, earlier), renaming(self._reader.chat))
+        live = await self._begin(chat_request(request, items), renaming(self._reader.chat))
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
-        events = self._response_events(writer, live, [*earlier, *input_items(request)])
+        events = self._response_events(writer, live, items)
         if request.stream:
             await self._answering.submit(live)
             return ResponseStream(writer, events, live, self._limits, self.metrics)
@@ -307,7 +308,9 @@ class Service:
         last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, answer.thinking)
         response = writer.response
         if response.store:
-            stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode([*items, *response.output]))
+            whole = msgspec.json.encode([*items, *response.output])
+            made = tuple(item.id for item in response.output if item.id is not None)
+            stored = StoredResponse(msgspec.json.encode(response), whole, made)
             response.store = self._responses.put(response.id, stored)
         yield last
 

@@ -222,19 +222,3 @@ def _replaced(message: Message, calls: list[PastCall]) -> Message:
         reasoning_content=message.reasoning_content,
         tool_calls=calls,
     )
-
-
-def continued(rendered: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a rendered conversation up to the end of its last message's text, so that the answer continues this text.
-
-    Raises:
-        InputError: the last message has no text, or the template changes it.
-    """
-    text = str(messages[-1]["content"] or "").strip()
-    place = rendered.rfind(text)
-    if not text or place < 0:
-        reason = "the chat template changes it" if text else "it has no text"
-        raise InputError(f"continue_final_message cannot continue the last message: {reason}")
-    given = str(messages[-1]["content"])
-    whole = given.lstrip()  # whitespace at the end is part of the text if the template writes it
-    return rendered[: place + len(whole if rendered.startswith(whole, place) else text)]

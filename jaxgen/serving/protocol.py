@@ -121,11 +121,20 @@ class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool = True
 
 
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON schema. Only `schema` has an effect."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """The format of the answer."""
 
     type: str
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
 
 
 class Part(msgspec.Struct):

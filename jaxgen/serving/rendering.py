@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxgen.grammar.expression import Expression
 from jaxgen.serving import thoughts
-from jaxgen.serving.conversation import Dialect, continued, dialect_of, read_messages, template_messages
+from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.formats.formats import format_of
 from jaxgen.serving.protocol import ChatRequest, Message, TokenizeRequest
 from jaxgen.serving.thoughts import Tags, ThoughtParser
 from jaxgen.serving.tools import Tools
+from jaxgen.text.chat_template import continued
 from jaxgen.text.tokenizer import Tokenizer
 
 _TAKEN = {"conversation", "messages", "tools", "documents", "add_generation_prompt"}  # not in chat_template_kwargs
@@ -84,19 +85,22 @@ class Renderer:
         form = format_of(template)
         read = read_messages(request.messages or ())
         messages = template_messages(read, self._dialect(read, for_template is not None), form)
-        text = self._tokenizer.render_chat(
-            messages,
-            request.add_generation_prompt,
-            tools=for_template,
-            documents=request.documents,
-            **_variables(request),
-        )
+        prompted, variables = request.add_generation_prompt, _variables(request)
+
+        def render(conversation: Sequence[Mapping[str, Any]]) -> str:
+            documents = request.documents
+            return self._tokenizer.render_chat(
+                conversation, prompted, tools=for_template, documents=documents, **variables
+            )
+
         own = ""
         if request.continue_final_message:
-            if request.add_generation_prompt or messages[-1]["role"] != "assistant":
+            if prompted or messages[-1]["role"] != "assistant":
                 reason = "add_generation_prompt to be false, and a last message of the assistant"
                 raise ApiError(400, f"continue_final_message needs {reason}", "continue_final_message")
-            text, own = continued(text, messages), messages[-1]["content"]
+            text, own = continued(render, messages), messages[-1]["content"]
+        else:
+            text = render(messages)
         tags = thoughts.tags_of(template) if self._thinks else None
         return Prompt(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, own))
 

@@ -21,6 +21,7 @@ from jaxgen.serving.response_records import (
     FunctionTool,
     Include,
     Item,
+    ItemReference,
     JsonFormat,
     Message,
     ReasoningItem,
@@ -47,7 +48,8 @@ _REFUSED = {
     "stop": "leave it out, or use /v1/chat/completions",
     "logprobs": f"include {_LOGPROBS}",
 }
-_ITEMS, _TOOLS = "message, function_call, function_call_output or reasoning", "function: built-in tools are not offered"
+_ITEMS = "message, function_call, function_call_output, reasoning or item_reference"
+_TOOLS = "function: built-in tools are not offered"
 _PARTS = "input_text or output_text: only text is supported"
 # What is allowed where a value is refused, keyed by the path to the value.
 _ALLOWED = {
@@ -107,10 +109,9 @@ def _refuse(text: str) -> None:
         raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
 
 
-def chat_request(request: ResponseRequest, earlier: Iterable[Item]) -> ChatRequest:
-    """Return the request for chat completions that has the same answer; `earlier` items come before the input."""
+def chat_request(request: ResponseRequest, items: Iterable[Item]) -> ChatRequest:
+    """Return the request for chat completions that has the same answer; `items` are the whole conversation."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    items = [*earlier, *input_items(request)]
     fields["messages"] = messages_of(items, request.instructions)
     fields["max_completion_tokens"] = request.max_output_tokens
     if request.reasoning is not None:
@@ -149,9 +150,11 @@ def _renamed(text: str) -> str:
     return text
 
 
-def input_items(request: ResponseRequest) -> list[Item]:
-    """Return the items of a request's input."""
-    return [Message(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+def input_items(request: ResponseRequest, find: Callable[[str], Item]) -> list[Item]:
+    """Return the items of a request's input; `find` returns the item to which an id refers."""
+    if isinstance(request.input, str):
+        return [Message(role="user", content=request.input)]
+    return [find(item.id) if isinstance(item, ItemReference) else item for item in request.input]
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

@@ -105,6 +105,12 @@ class ReasoningItem(_Open, tag="reasoning", omit_defaults=True):
     status: ItemStatus | None = None
 
 
+class ItemReference(_Open, tag="item_reference"):
+    """An item of the output of a stored response."""
+
+    id: str
+
+
 Item = Message | FunctionCall | FunctionCallOutput | ReasoningItem
 OutputItem = Message | FunctionCall | ReasoningItem
 
@@ -175,7 +181,7 @@ Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 class ResponseRequest(_Record):
     """The body of a request to create a response."""
 
-    input: str | list[Item]
+    input: str | list[Item | ItemReference]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

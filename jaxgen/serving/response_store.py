@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+import msgspec
+
 from jaxgen.serving.errors import ApiError
+from jaxgen.serving.response_records import Item
 
 _MOST = 4096  # maximum number of responses
 
@@ -16,10 +19,12 @@ class StoredResponse(NamedTuple):
     Attributes:
         body: the response.
         items: the whole conversation: the items before the response, and the items of its output.
+        output: the ids of the items of its output.
     """
 
     body: bytes
     items: bytes
+    output: tuple[str, ...] = ()
 
 
 class ResponseStore:
@@ -35,12 +40,14 @@ class ResponseStore:
     def __init__(self, most_bytes: int, most: int = _MOST):
         self._most_bytes, self._most, self._bytes = most_bytes, most, 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._makers: dict[str, str] = {}  # the names of the responses, by the ids of the items of their output
 
     def put(self, name: str, response: StoredResponse) -> bool:
         """Store a response; return False if it is larger than the store."""
         if len(response.body) + len(response.items) > self._most_bytes:
             return False
         self._responses[name] = response
+        self._makers |= dict.fromkeys(response.output, name)
         self._bytes += len(response.body) + len(response.items)
         while self._bytes > self._most_bytes or len(self._responses) > self._most:
             self._remove(next(iter(self._responses)))
@@ -61,6 +68,13 @@ class ResponseStore:
             text = f"Previous response with id '{name[:80]}' not found."
             raise ApiError(400, text, "previous_response_id", code="previous_response_not_found") from error
 
+    def item(self, name: str) -> Item:
+        """Return an item of the output of a response, or raise an `ApiError` with the status 404."""
+        if name not in self._makers:
+            raise ApiError(404, f"Item with id '{name[:80]}' not found.", "input")
+        items = msgspec.json.decode(self.get(self._makers[name]).items, type=list[Item])
+        return next(item for item in items if item.id == name)
+
     def delete(self, name: str) -> None:
         """Delete a response, or raise an `ApiError` with the status 404."""
         self.get(name)
@@ -69,3 +83,5 @@ class ResponseStore:
     def _remove(self, name: str) -> None:
         response = self._responses.pop(name)
         self._bytes -= len(response.body) + len(response.items)
+        for item in response.output:
+            del self._makers[item]

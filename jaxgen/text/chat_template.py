@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +22,7 @@ LARGEST = 100_000  # maximum number of characters in a template; known templates
 # Variables of the template that are written at the beginning and the end of generation blocks. The values are
 # noncharacters, which do not occur in text.
 MARKS = {"generation_begins": "\ufdd0", "generation_ends": "\ufdd1"}
+_END = "\ufdd2"  # a noncharacter that marks the end of the last message's text
 
 
 def named(template: Any) -> dict[str, str]:
@@ -98,6 +99,24 @@ def render(
 def chosen(templates: Mapping[str, str], tools: Any) -> str | None:
     """Return the template for conversations with these tools, or None if there is none."""
     return templates.get("tool_use" if tools is not None and "tool_use" in templates else "default")
+
+
+def continued(render: Callable[[list[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation up to the end of its last message's text, so that an answer continues this text.
+
+    `render` renders messages without a generation prompt. Whitespace at the end of the text is kept if the template
+    keeps it.
+
+    Raises:
+        InputError: the last message has no text, or the template changes it.
+    """
+    text = str(messages[-1]["content"] or "")
+    rendered = render([*messages[:-1], {**messages[-1], "content": f"{text}{_END} "}])
+    before, mark, after = rendered.rpartition(_END)
+    if not text.strip() or not mark:
+        reason = "the chat template changes it" if text.strip() else "it has no text"
+        raise InputError(f"cannot continue the last message: {reason}")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

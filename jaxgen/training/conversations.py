@@ -71,6 +71,11 @@ class _Template:
     tokenizer: Tokenizer
     arguments: Mapping[str, Any]
 
+    @property
+    def source(self) -> str:
+        """The template's code: of the template for conversations with these tools, if there are several."""
+        return self.tokenizer.chat_template_for(self.arguments["tools"]) or ""
+
     def question(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text after which the model generates an answer."""
         return self.tokenizer.render_chat(messages, **self.arguments)
@@ -78,7 +83,7 @@ class _Template:
     def answered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages, and the parts of it that the template wants to be learnt."""
         text = self.tokenizer.render_chat(messages, False, **self.arguments)
-        if "endgeneration" not in (self.tokenizer.chat_template or ""):
+        if "endgeneration" not in self.source:
             return text, [(0, len(text))]
         return text, _marked_parts(text, self.tokenizer.render_chat(messages, False, **{**self.arguments, **MARKS}))
 
@@ -95,7 +100,7 @@ class _Template:
     @property
     def writes_thoughts(self) -> bool:
         """True if the template treats a part of an answer as a thought."""
-        return "</think>" in (self.tokenizer.chat_template or "")
+        return "</think>" in self.source
 
 
 def _marked_parts(text: str, marked: str) -> list[tuple[int, int]]:

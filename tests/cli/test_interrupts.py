@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import started
+
 ROOT = Path(__file__).resolve().parents[2]
 # Prints "!" just before it calls `main`.
 START = "import sys; from jaxgen.__main__ import main; sys.stderr.write('!'); sys.stderr.flush(); main()"
@@ -21,7 +23,7 @@ def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
     pipe = subprocess.PIPE
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", START, *words]
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with started(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdin.write("A\n" * 5000)
         process.stdin.close()
         assert process.stderr.read(1) == "!"

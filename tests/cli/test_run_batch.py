@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxgen.cli.main import main
+from tests.support.processes import started
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ def test_a_run_that_was_killed_continues(tmp_path):
     command = [sys.executable, "-m", "jaxgen", "run-batch", tmp_path / "in", out, "--slots", "2", "--prompt-width"]
     command = [*map(str, command), "64", "--max-new-tokens", "200"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with started(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         while not partial.exists() or partial.read_bytes().count(b"\n") < 4:  # the run and three answers
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from jaxgen.cli.main import main
+from tests.support.processes import started
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def test_a_service_from_start_to_end(tmp_path):
     command += ["--max-new-tokens", "64", "--api-key", "one", "--api-key", "two", "--name", "mine"]
     command += ["--cors-origin", "http://[::1]:3000", "--response-store-bytes", "0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # plugins for other devices may print warnings
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with started(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         found = (re.search(r"mine at (http://127\.0\.0\.1:\d+/v1)", line) for line in process.stderr)
         url = next(filter(None, found))  # raises StopIteration if the process exits first

@@ -88,7 +88,10 @@ def test_conversations(model):
 
     lm = JaxgenLM(*model)
     turns = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am"}]
-    assert lm.apply_chat_template(turns, add_generation_prompt=False).endswith("I am")
+    for text in ("I am", "end", "|"):
+        turns[1]["content"] = text
+        prompt = lm.apply_chat_template(turns, add_generation_prompt=False)
+        assert prompt == lm.apply_chat_template(turns[:1]) + text
     assert lm.apply_chat_template(turns[:1]) == model[2].render_chat(turns[:1])
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxgen import Tokenizer
 from jaxgen.errors import InputError
-from jaxgen.serving.conversation import Dialect, continued, dialect_of, read_messages, template_messages
+from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.coder import Coder
 from jaxgen.serving.formats.formats import format_of
@@ -14,6 +14,7 @@ from jaxgen.serving.formats.mistral import MistralList
 from jaxgen.serving.protocol import ChatRequest
 from jaxgen.serving.rendering import Renderer
 from jaxgen.serving.tools import Tools
+from jaxgen.text.chat_template import continued
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level
 
@@ -263,7 +264,7 @@ def test_a_template_is_probed_once(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["HERMES", "QWEN3", "LLAMA", "DEVSTRAL", "R1"])
-@pytest.mark.parametrize("text", ["A wren is", "A wren is ", "\n A\nwren", "Weather?"])
+@pytest.mark.parametrize("text", ["A wren is", "A wren is ", "\n A\nwren", "Weather?", "end", "<"])
 def test_the_answer_continues_the_last_message(kind, text):
     renderer = Renderer(byte_level(chat_template=KINDS[kind]), True)
     messages = [USER, {"role": "assistant", "content": text}]
@@ -297,7 +298,7 @@ def test_what_cannot_continue_is_refused(messages, prompted, words):
     with pytest.raises((InputError, ApiError), match=words):
         Renderer(byte_level(chat_template=KINDS["HERMES"]), True).prompt(request, None)
     with pytest.raises(InputError, match="the chat template changes it"):
-        continued("<user>Hi<assistant>other", [{"role": "assistant", "content": "A wren"}])
+        continued(lambda messages: "<user>Hi<assistant>other", [{"role": "assistant", "content": "A wren"}])
 
 
 @pytest.mark.parametrize(

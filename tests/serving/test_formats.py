@@ -125,6 +125,21 @@ CASES = [
     (Coder(), CODED.replace("<function=f>", "<function=f"), CODED.replace("<function=f>", "<function=f"), []),
     (Coder(), CODED[:-30], CODED[:-30], []),
     (Coder(), f"<tool_call>\n{CODED}", "<tool_call>", [F]),
+    (Coder(), CODED.replace("</parameter>", "</parameter><\n[ "), "", [F]),  # text between tags, as do all others below
+    (Coder(), CODED.replace("</function>", "<paramter=s>\na\n</parameter>\n</function>"), "", [F]),
+    (Coder(), CODED.replace("</function>", "<parameter=s\na\n</parameter>\n</function>"), "", [F]),
+    (Coder(), CODED.replace("</function>", "</functio>"), "", [F]),
+    (Coder(), CODED.replace("</tool_call>", "</tool_cal> done"), "\n</tool_cal> done", [F]),
+    (Coder(), CODED.replace("\n</tool_call>", "<tool>"), "<tool>", [F]),
+    (Coder(), CODED.replace("</tool_call>", "") + CODED, "", [F, F]),
+    (Coder(), CODED.replace("\n</tool_call>", "") + CODED, "", [F, F]),
+    (Coder(), CODED.removeprefix("<tool_call>\n") + CODED.removeprefix("<tool_call>\n"), "", [F, F]),
+    (Coder(), f"Yes. <function{CODED.removeprefix('<tool_call>')}", "Yes. <function", [F]),
+    (Coder(), CODED.replace("<tool_call>", "<tool_call>x"), "<tool_call>x", [F]),
+    (Coder(), CODED[: CODED.index("</function>") + 2], "", [F]),
+    (Coder(), CODED[: CODED.index("</function>") + 1], CODED[: CODED.index("</function>") + 1], []),
+    (Coder(), CODED[: CODED.index("</function>")] + CODED, CODED[: CODED.index("\n</function>")], [F]),
+    (Coder(), CODED.replace("=f>", "=h>") + CODED, CODED.replace("=f>", "=h>"), [F]),
     (Llama(), '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "", [F]),
     (Llama(), 'Sure. <|python_tag|> {"name": "f", "parameters": {"x": 1}}', "Sure.", [F]),
     (Llama(), '{"type": "function", "name": "f", "parameters": {"x": 1}}', "", [F]),
@@ -132,6 +147,9 @@ CASES = [
     (Llama(), '{"name": "f", "parameters": {"x": 1}}\n{"name": "g"}', "", [F, G]),
     (Llama(), '{"name": "f", "parameters": {"x": 1}};{"name": "g"}', "", [F, G]),
     (Llama(), '{"name": "f", "parameters": {"x": 1}}; bye', "; bye", [F]),
+    (Llama(), '{"name": "h"}; {"name": "g"}', '{"name": "h"}', [G]),
+    (Llama(), '{"name": "g"}; {"name": "h"}; {"name": "g"}', '; {"name": "h"}', [G, G]),
+    (Llama(), '{"name": 5}; {"name": "g"}', '{"name": 5}; {"name": "g"}', []),
     (Llama(), 'See {"name": "f", "parameters": {"x": 1}}', 'See {"name": "f", "parameters": {"x": 1}}', []),
     (Llama(), '{"answer": 1}', '{"answer": 1}', []),
     (Llama(), "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
@@ -144,6 +162,8 @@ CASES = [
         '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}',
         [],
     ),
+    (MistralList(), 'Yes. [TOOL_CALLS][{"name": "h"}, {"name": "g"}, 5]', 'Yes. {"name": "h"}5', [G]),
+    (MistralList(), '[TOOL_CALLS][{"name": "g"}, {"name": "f"]', '[TOOL_CALLS][{"name": "g"}, {"name": "f"]', []),
     (MistralList(), "[TOOL_CALLS][{}]", "[TOOL_CALLS][{}]", []),
     (MistralList(), "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
     (MistralList(), "[TOOL_CALLS]", "[TOOL_CALLS]", []),
@@ -333,7 +353,7 @@ def test_seeded_texts_are_parsed_the_same_in_any_pieces(form):
 )
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_the_work_is_linear_in_the_text(form, unit, size):
-    unit = unit.replace("OPEN", form.opening).replace("CALL", form.write([G]))
+    unit = unit.replace("OPEN", form.openings[0]).replace("CALL", form.write([G]))
     text, steps = unit * (20_000 // len(unit)), 0
 
     class Counting(CallParser):
@@ -359,6 +379,10 @@ def test_content_and_calls_come_as_soon_as_they_are_certain():
     assert parser.put("<tool_call>{'") == ("<tool_call>{'", [])
     assert parser.put("\n") == ("", [])
     assert parser.end() == ("", [])
+    parser = CallParser(Coder(), FUNCTIONS, None)
+    assert parser.put(CODED.removesuffix("\n</tool_call>")) == ("", [F])
+    assert parser.put("\n</tool_call>\n") == ("", [])
+    assert parser.put("So") == ("\nSo", [])
 
 
 # Grammars

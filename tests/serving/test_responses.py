@@ -412,7 +412,7 @@ REFUSED = [
     ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
     ({"input": [IMAGE]}, "input[0].content[0].type"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     ({"input": [{**RESULT, "output": [{"type": "input_file", "file_id": "x"}]}]}, "input[0].output[0].type"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
@@ -485,6 +485,23 @@ class TestStore:
             http, input=[WORDS | {"content": "Who?"}, *first["output"], result], max_output_tokens=3, **own
         )
         assert second["output"][0]["content"] == replayed["output"][0]["content"]
+
+    def test_an_item_is_referred_to(self, http):
+        own = {"max_output_tokens": 3, "seed": 2}
+        [item] = (first := create(http, input="Who?", **own))["output"]
+        before, after = WORDS | {"content": "Who?"}, WORDS | {"content": "And?"}
+        reference = {"type": "item_reference", "id": item["id"]}
+        second = create(http, input=[before, reference, after], **own)
+        assert (
+            second["output"][0]["content"] == create(http, input=[before, item, after], **own)["output"][0]["content"]
+        )
+        http.delete(f"/v1/responses/{first['id']}")
+        error = create(http, 404, input=[reference])
+        assert (error["param"], error["message"]) == ("input", f"Item with id '{item['id']}' not found.")
+        third = create(
+            http, input="Why?", previous_response_id=second["id"], **own
+        )  # the second has a copy of the item
+        assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
 
     def test_a_response_is_read_and_deleted(self, client, http):
         made = client.responses.create(model="tiny", input="Who?", max_output_tokens=2)

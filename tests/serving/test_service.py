@@ -371,6 +371,15 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type must be"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "json_schema.schema is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "style": 1}}},
+            "response_format.json_schema.style is not supported",
+        ),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "both constrain the answer"),
         ({"echo": True}, "echo is not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must not have messages"),

@@ -26,7 +26,7 @@ class Kind(NamedTuple):
         return template_tokenizer(self.template)
 
 
-def template_tokenizer(template: str, backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
+def template_tokenizer(template: str | list[dict[str, str]], backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
     backend = backend or byte_level_backend()
     backend.add_special_tokens(SPECIAL)
     config = {"eos_token": "<|im_end|>", "bos_token": "<s>", "chat_template": template}

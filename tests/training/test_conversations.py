@@ -289,6 +289,19 @@ class TestGenerationBlocks:
         with pytest.raises(InputError, match="no generation block that contains an answer"):
             chat_examples(tokenizer, messages[:2])
 
+    def test_of_the_template_for_tools_if_there_are_several(self):
+        head = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' }}"
+        tail = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+        plain = f"{head}{{{{ m.content + '<|im_end|>' }}}}{tail}"
+        body = "{% if m.role == 'user' %}{{ m.content }}{% else %}{{ '(é)' }}{% generation %}{{ m.content }}"
+        marked = f"{head}{body}{{% endgeneration %}}{{% endif %}}{{{{ '<|im_end|>' }}}}{tail}"
+        templates = {"default": plain, "tool_use": marked}
+        tokenizer = template_tokenizer([{"name": name, "template": text} for name, text in templates.items()])
+        messages = [user("1?"), said("One.")]
+        for tools in (None, TOOLS):
+            (example,) = texts(tokenizer, chat_examples(tokenizer, messages, tools=tools))
+            assert example[1] == "One.<|im_end|>"
+
     def test_marks_in_a_text(self):
         with pytest.raises(InputError, match="generation blocks of the chat template cannot be found"):
             chat_examples(SMOLLM3.tokenizer, [user("\ufdd0?"), said("One.")])

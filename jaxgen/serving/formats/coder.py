@@ -10,9 +10,21 @@ from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.keywords import types_of
 from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
-from jaxgen.serving.formats.reading import Broken, Call, Reading, after_space, literal, one_of, parsed, until
+from jaxgen.serving.formats.reading import (
+    Broken,
+    Call,
+    Parts,
+    Reading,
+    Unknown,
+    after_space,
+    literal,
+    one_of,
+    parsed,
+    until,
+)
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _END = "<parameter=", "</parameter>"
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
@@ -24,30 +36,33 @@ class Coder(Format):
     is a string unless it is JSON of another type that the schema allows.
     """
 
-    opening = _OPENING
+    openings = (_OPENING, _FUNCTION)
+    closing = _CLOSING
     marks = (_OPENING, _CLOSING)
-    shows = (_OPENING, "<function=", _PARAMETER)
+    shows = (_OPENING, _FUNCTION, _PARAMETER)
 
-    def read(self, functions: Functions) -> Reading[list[Call]]:
-        """Read one call; its last closing tag may be missing at the end of the text.
+    def read(self, functions: Functions) -> Reading[Parts]:
+        """Read one call up to </function>.
 
-        Models sometimes leave out </parameter> or </function>, and the format's own parser accepts that.
+        Models sometimes leave out <tool_call>, </parameter> or </function>, or write other text between the tags, and
+        the format's own parser accepts that.
         """
-        yield from literal(_OPENING)
-        yield from literal("<function=", (yield from after_space()))
+        if (yield from one_of(*self.openings, first=(yield))) == _OPENING:
+            yield from literal(_FUNCTION, (yield from after_space()))
         name, _ = yield from until(">")
         if name not in functions:
-            raise Broken
+            raise Unknown
         schema, values, end = functions[name] or {}, {}, ""
-        while end not in ("</function>", _CLOSING):
+        while end not in (_FUNCTION_END, _CLOSING):
             if end != _PARAMETER:
-                end = yield from one_of(_PARAMETER, *ENDS[2:], first=(yield from after_space()))
+                _, end = yield from until(_PARAMETER, *ENDS[2:], *self.openings, cut=_FUNCTION_END)
+                if end in self.openings:
+                    raise Broken
                 continue
-            key, _ = yield from until(">")
-            text, end = yield from until(*ENDS)
-            values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
-        if end != _CLOSING:
-            yield from literal(_CLOSING, (yield from after_space()), may_end=True)
+            key, end = yield from until(*ENDS, ">")
+            if end == ">":
+                text, end = yield from until(*ENDS)
+                values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from jaxgen.errors import InputError
 from jaxgen.grammar.expression import Expression, Text
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.serving.formats.reading import SPACE, Broken, Call, Reading
+from jaxgen.serving.formats.reading import SPACE, Broken, Call, Parts, Reading, Unknown, after_space, literal
 
 Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name
 
@@ -19,22 +19,24 @@ class Format(abc.ABC):
     """A format of tool calls.
 
     Attributes:
-        opening: the text with which a call begins.
+        openings: the texts with which a call may begin. All have the same first character.
+        closing: a tag after a call. It is dropped if it follows, but the call does not depend on it.
         bare: characters with which a call may also begin if only calls come before it.
         marks: tags that may be special tokens of the tokenizer. They are part of the text that the parser reads.
         is_single: True if the model writes only one call in an answer.
         shows: the texts that a chat template has if the model uses this format.
     """
 
-    opening: ClassVar[str]
+    openings: ClassVar[tuple[str, ...]]
+    closing: ClassVar[str] = ""
     bare: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
     is_single: ClassVar[bool] = False
     shows: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
-    def read(self, functions: Functions) -> Reading[list[Call]]:
-        """Read the calls after one opening, which is read too; calls of other functions are `Broken`."""
+    def read(self, functions: Functions) -> Reading[Parts]:
+        """Read the calls after one opening, which is read too; a call of another function is `Unknown`."""
 
     @abc.abstractmethod
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
@@ -98,7 +100,8 @@ class CallParser:
         self._form, self._functions, self._most, self._found = form, functions, most_calls, 0
         self._space: list[str] = []  # whitespace that is dropped if a call follows
         self._held: list[str] = []  # the characters that the reader has received
-        self._reader: Reading[list[Call]] | None = None
+        self._reader: Reading[Parts] | None = None
+        self._is_closing = False  # True while the reader reads the tag after a call
         self._only_calls = True  # False if there has been other text
 
     def put(self, text: str) -> tuple[str, list[Call]]:
@@ -124,7 +127,7 @@ class CallParser:
             self._receive(char, content, calls)
         elif char in SPACE:
             self._space.append(char)
-        elif char == self._form.opening[0] or (self._only_calls and char in self._form.bare):
+        elif char == self._form.openings[0][0] or (self._only_calls and char in self._form.bare):
             self._reader = self._form.read(self._functions)
             next(self._reader)
             self._receive(char, content, calls)
@@ -140,24 +143,41 @@ class CallParser:
             self._reader.send(char)
             return
         except StopIteration as end:
-            left = None if self._most is None else max(self._most - self._found, 0)
-            calls += end.value[:left]
-            self._found += len(end.value)
-            self._space, self._held, self._reader = [], [], None
+            self._take(end.value, content, calls)
             return
-        except Broken:
-            pass
+        except Broken as error:
+            self._only_calls = self._only_calls and isinstance(error, Unknown)
         text = "".join(self._held)
         again = self._beginning(text) if char else ""
         text = text.removesuffix(again)
         content += [*self._space, text.rstrip("".join(SPACE))]
         self._space = list(text[len(content[-1]) :])
-        self._held, self._reader, self._only_calls = [], None, False
+        self._held, self._reader, self._is_closing = [], None, False
         for next_char in again:
             self._put(next_char, content, calls)
 
+    def _take(self, parts: Parts, content: list[str], calls: list[Call]) -> None:
+        """Take what the reader has read; if calls have a closing tag, read it next."""
+        found = [part for part in parts if isinstance(part, Call)]
+        if texts := [part for part in parts if isinstance(part, str)]:
+            content += [*self._space, *texts]
+        left = None if self._most is None else max(self._most - self._found, 0)
+        calls += found[:left]
+        self._found += len(found)
+        self._space, self._held, self._reader = [], [], None
+        self._is_closing = bool(self._form.closing) and not self._is_closing
+        if self._is_closing:
+            self._reader = _closing(self._form.closing)
+            next(self._reader)
+
     def _beginning(self, text: str) -> str:
-        """Return the longest end of `text`, but not all of it, with which a call may begin."""
-        opening = self._form.opening
-        lengths = range(min(len(opening), len(text) - 1), 0, -1)
-        return next((text[-n:] for n in lengths if opening.startswith(text[-n:])), "")
+        """Return the longest end of `text` with which a call may begin; not all of it, unless it follows a call."""
+        openings = self._form.openings
+        lengths = range(min(max(map(len, openings)), len(text) - (not self._is_closing)), 0, -1)
+        return next((text[-n:] for n in lengths if any(opening.startswith(text[-n:]) for opening in openings)), "")
+
+
+def _closing(tag: str) -> Reading[Parts]:
+    """Read whitespace and a tag, which the end of the text may cut off."""
+    yield from literal(tag, (yield from after_space()), may_end=True)
+    return []

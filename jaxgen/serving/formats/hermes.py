@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.serving.formats.format import Format, Functions, arguments
-from jaxgen.serving.formats.reading import Call, Reading, after_space, call_of, json_text, literal, parsed
+from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -14,11 +14,11 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 class Hermes(Format):
     """Calls such as `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>`."""
 
-    opening = OPENING
+    openings = (OPENING,)
     marks = (OPENING, CLOSING)
     shows = (OPENING,)
 
-    def read(self, functions: Functions) -> Reading[list[Call]]:
+    def read(self, functions: Functions) -> Reading[Parts]:
         """Read one call; its closing tag may be missing at the end of the text."""
         yield from literal(OPENING)
         text = yield from json_text((yield from after_space()))

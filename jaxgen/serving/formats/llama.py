@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxgen.grammar.expression import Expression, choice, sequence
 from jaxgen.serving.formats.format import Format, Functions, arguments
-from jaxgen.serving.formats.reading import Call, Reading, after_space, call_of, json_text, literal, parsed
+from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
 
 _TAG = "<|python_tag|>"
 
@@ -18,13 +18,13 @@ class Llama(Format):
     chat template accepts only one call in a message, so forced answers have one.
     """
 
-    opening = _TAG
+    openings = (_TAG,)
     bare = "{;"
     marks = (_TAG,)
     is_single = True
     shows = ('"parameters"', "ipython")
 
-    def read(self, functions: Functions) -> Reading[list[Call]]:
+    def read(self, functions: Functions) -> Reading[Parts]:
         """Read one call."""
         char = yield
         if char == ";":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 import string
 from collections.abc import Sequence
+from typing import Any
 
 from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
 from jaxgen.grammar.regex import read_regex
@@ -14,6 +16,7 @@ from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import (
     Broken,
     Call,
+    Parts,
     Reading,
     after_space,
     call_of,
@@ -34,18 +37,19 @@ class MistralList(Format):
     digits of a hash of this id.
     """
 
-    opening = _OPENING
+    openings = (_OPENING,)
     marks = (_OPENING, _ID, _ARGUMENTS)
     shows = (_OPENING,)
 
-    def read(self, functions: Functions) -> Reading[list[Call]]:
+    def read(self, functions: Functions) -> Reading[Parts]:
         """Read a list of calls, or a name with its arguments."""
         yield from literal(_OPENING)
         char = yield from after_space()
         if char == "[":
-            if not (values := parsed((yield from json_text(char)))):
+            parts = [_part(value, functions) for value in parsed((yield from json_text(char)))]
+            if not any(isinstance(part, Call) for part in parts):
                 raise Broken
-            return [call_of(value, functions) for value in values]
+            return parts
         name, end = yield from until(_ID, _ARGUMENTS, "{", first=char)
         given = None
         if end == _ID:
@@ -76,6 +80,14 @@ class MistralList(Format):
         if re.fullmatch("[a-zA-Z0-9]{9}", given):
             return given
         return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _part(value: Any, functions: Functions) -> Call | str:
+    """Return the call in an entry of a list, or the text of an entry that is not a call of one of the functions."""
+    try:
+        return call_of(value, functions)
+    except Broken:
+        return json.dumps(value, ensure_ascii=False)
 
 
 class MistralNamed(MistralList):

@@ -24,6 +24,10 @@ class Broken(Exception):
     """The text is not what the reader reads."""
 
 
+class Unknown(Broken):
+    """The text is a call of a function that is not among the functions."""
+
+
 class Call(NamedTuple):
     """A function call; `arguments` is the text of a JSON object. `id` is None if the model wrote no id."""
 
@@ -59,16 +63,23 @@ def one_of(*texts: str, first: str) -> Reading[str]:
     return text
 
 
-def until(*ends: str, first: str | None = None) -> Reading[tuple[str, str]]:
+Parts = list[Call | str]  # calls, and text that belongs to the content
+
+
+def until(*ends: str, first: str | None = None, cut: str = "") -> Reading[tuple[str, str]]:
     """Read up to the first of several texts; return the text before it, and which one it is.
 
-    `first` is the first character if it has been received.
+    `first` is the first character if it has been received. `cut` is the one of these texts that the end may cut off
+    after two or more characters.
     """
     text: list[str] = []
     longest, lasts = max(map(len, ends)), {end[-1] for end in ends}
     while True:
         char = first if first is not None and not text else (yield)
         if not char:
+            whole = "".join(text[-longest:])
+            if any(whole.endswith(cut[:count]) for count in range(2, len(cut))):
+                return "".join(text), cut
             raise Broken
         text.append(char)
         if char in lasts:
@@ -119,7 +130,9 @@ def call_of(value: Any, functions: Collection[str], key: str = "arguments") -> C
     name, arguments = fields.get("name"), fields.get(key, fields.get("arguments", {}))
     if isinstance(arguments, str):
         arguments = parsed(arguments)
-    if not isinstance(name, str) or name not in functions or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         raise Broken
+    if name not in functions:
+        raise Unknown
     given = fields.get("id")
     return Call(name, json.dumps(arguments, ensure_ascii=False), given if isinstance(given, str) else None)
