@@ -9,7 +9,7 @@ A partial file is locked while its writer runs. The file has these lines, in the
   {"crc32": "90b3...", "index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
 A line whose checksum is wrong is ignored, so its prompt is answered again. Any partial file may contain any index, so
-the number of shards can change when a run is resumed. The process that answers the last prompt merges all partial files.
+the number of shards can change when a run is resumed. The process that answers the last prompt merges the files.
 
 This module does not import jax.
 """
