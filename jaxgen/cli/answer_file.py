@@ -5,11 +5,11 @@ Until FILE is complete, its directory contains a partial file for each shard tha
   FILE.2-of-8.partial   --shard 2/8
 
 A partial file is locked while its writer runs. The file has these lines, in the order in which prompts were answered:
-  {"run": {...}}                         everything that the following answers depend on: input, model, options, ...
-  {"index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
+  {"crc32": "1c29...", "run": {...}}                         everything that the following answers depend on
+  {"crc32": "90b3...", "index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
-Any partial file may contain any index, so the number of shards can change when a run is resumed. The process that
-answers the last prompt merges all partial files.
+A line whose checksum is wrong is ignored, so its prompt is answered again. Any partial file may contain any index, so
+the number of shards can change when a run is resumed. The process that answers the last prompt merges the files.
 
 This module does not import jax.
 """
@@ -23,17 +23,20 @@ import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgen.cli import terminal
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError
 
 # A resumed run may change these options, which affect only rounding. With a 16-bit dtype, changing any of these options
 # causes a warning.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
-_RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
+_BEGIN = b'{"crc32": "'
+_LINE = re.compile(_BEGIN + rb'([0-9a-f]{8})", (?:"run": |"index": (\d+), )')
+_SUMMED = len(_BEGIN) + 11  # the number of bytes before those from which the checksum is computed
 
 
 class Shard(NamedTuple):
@@ -66,7 +69,7 @@ class AnswerFile:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         end = self._stream.tell()
-        data = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
+        data = _line(entry)
         try:
             while data:
                 data = data[self._stream.write(data) :]
@@ -107,8 +110,11 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         try:
             _refuse_existing(target)  # check again, because another process may have just written the file
             parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
-            _refuse_other_shards(target, parts, shard)
             done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
+            for damaged in parts:
+                for number in damaged.damaged:
+                    text = f"{damaged.path} is damaged in line {number}: the prompt of this line is answered again"
+                    terminal.say("warning", text)
             stream.truncate(part.end if part.indices else 0)
             stream.seek(0, os.SEEK_END)
             file = AnswerFile(stream, own, done)
@@ -129,9 +135,21 @@ def recorded(target: Path) -> Mapping[str, Any]:
         for path in _partials(target):
             with open(path, "rb") as stream:
                 line = stream.readline()
-            if _RUN.fullmatch(line):
-                return _read_json(line, path)["run"]
+            if (match := _match(line)) and match[2] is None:
+                return json.loads(line)["run"]
     return {}
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    """Return a line of a partial file, with its checksum."""
+    rest = json.dumps(entry, ensure_ascii=False).encode()[1:] + b"\n"
+    return b'%b%08x", %b' % (_BEGIN, zlib.crc32(rest), rest)
+
+
+def _match(line: bytes) -> re.Match[bytes] | None:
+    """Return the match of the beginning of a line, or None if the line is cut off or damaged."""
+    match = _LINE.match(line)
+    return match if match and int(match[1], 16) == zlib.crc32(line[_SUMMED:]) else None
 
 
 def _partials(target: Path) -> list[Path]:
@@ -145,16 +163,6 @@ def _merging(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.merging")
 
 
-def _read_json(line: bytes, path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise InputError(
-            f"{path} is damaged in the line that begins with {shown(line[:40])}: remove the line, and "
-            "repeat the command"
-        ) from error
-
-
 class _Part:
     """The current contents of a partial file.
 
@@ -162,29 +170,35 @@ class _Part:
         path: the file's path.
         runs: the runs that wrote to the file.
         indices, offsets: the index of each prompt with answers, and the offset of its line.
+        damaged: the numbers of the damaged lines, counted from 1.
         end: the number of bytes up to the end of the last complete line.
 
     Raises:
-        InputError: the file was not written by this command, or is damaged.
+        InputError: the file was not written by this command, or its first line is damaged.
     """
 
     def __init__(self, path: Path, prompts: int):
         self.path, self.end = path, 0
         self.runs: list[dict[str, Any]] = []
-        self.indices, self.offsets = array.array("q"), array.array("q")
+        self.indices, self.offsets, self.damaged = array.array("q"), array.array("q"), array.array("q")
         with open(path, "rb") as stream:
-            for line in stream:
-                if _RUN.fullmatch(line):
-                    self.runs.append(_read_json(line, path)["run"])
-                elif (match := _ANSWERS.fullmatch(line)) and self.runs and int(match[1]) < prompts:
-                    self.indices.append(int(match[1]))
-                    self.offsets.append(self.end)
-                elif not self.runs and not b'{"run": '.startswith(line[:8]):
+            for number, line in enumerate(stream, 1):
+                match = _match(line)
+                if match is None and number == 1 and not _BEGIN.startswith(line[: len(_BEGIN)]):
                     raise InputError(
                         f"{path} was not written by this command: remove it, or choose another output file"
                     )
-                else:  # an incomplete line
+                if not line.endswith(b"\n"):  # the writer was killed
                     break
+                if match is None and number == 1:
+                    raise InputError(f"{path} is damaged in its first line: remove the file to start over")
+                if match is None:
+                    self.damaged.append(number)
+                elif match[2] is None:
+                    self.runs.append(json.loads(line)["run"])
+                elif int(match[2]) < prompts:
+                    self.indices.append(int(match[2]))
+                    self.offsets.append(self.end)
                 self.end += len(line)
 
 
@@ -204,37 +218,15 @@ def _refuse_existing(target: Path) -> None:
 
 def _lock(stream: io.FileIO, partial: Path) -> None:
     """Lock a partial file until it is closed; raise an error if another process has locked or removed it."""
-    free = _locked(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    except OSError:  # some network file systems do not support locks
+        free = True
     if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
         raise InputError(f"{partial} is being written by another process: wait for it, or choose another output file")
-
-
-def _locked(stream: Any, operation: int) -> bool:
-    """Lock a file; return False if another process has locked it."""
-    try:
-        fcntl.flock(stream, operation)
-    except BlockingIOError:
-        return False
-    except OSError:  # some network file systems do not support locks
-        pass
-    return True
-
-
-def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
-    """Raise an error if a process with a different number of shards is running, because the shards would overlap.
-
-    Each process locks its own file before checking other files, so if two processes start together, at least one fails.
-    """
-    own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
-    for part in parts:
-        if own.fullmatch(part.path.name.removeprefix(target.name)):
-            continue
-        with open(part.path, "rb") as stream:
-            if not _locked(stream, fcntl.LOCK_SH | fcntl.LOCK_NB):
-                raise InputError(
-                    f"{part.path} is being written by a process with another number of shards, or is being merged "
-                    "with the others: wait for the process, or end it"
-                )
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
@@ -274,12 +266,13 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
     """Merge and remove the partial files; if some prompts have no answers yet, only print their shards.
 
-    Two processes that finish at the same time may both find that no prompts are left. Therefore, a process
-    locks the first partial file before it merges the files, and removes this file last.
+    Two processes that finish at the same time may both merge the files. The result is the same, and one of them stops
+    when it finds that `target` exists.
     """
     merged = _merging(own)
     try:
-        done = _done(_parts(target, prompts), prompts)
+        parts = _parts(target, prompts)
+        done = _done(parts, prompts)
         if os.path.lexists(target):  # another process has already merged the files
             return
         if left := prompts - sum(done):
@@ -288,49 +281,35 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
             text = f"{left:,} of {prompts:,} prompts have no answer yet, in --shard {which}"
             terminal.say("note", f"{text}: {target} is written when all are answered")
             return
-        with open(_partials(target)[0], "rb") as first:
-            _locked(first, fcntl.LOCK_EX)
-            if os.path.lexists(target):  # another process has already merged the files
-                return
-            _write_merged(merged, _parts(target, prompts), prompts)
-            _refuse_existing(target)
-            merged.rename(target)
-            for path in reversed(_partials(target)):
-                _merging(path).unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-    except (OSError, IndexError) as error:
+        _write_merged(merged, parts, prompts)
+        if os.path.lexists(target):
+            merged.unlink()
+            return
+        merged.rename(target)
+        for path in _partials(target):
+            _merging(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+    except OSError as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
-        if os.path.lexists(target):  # without locks, another process may have merged the files in the meantime
+        if os.path.lexists(target):
             return
         raise InputError(
-            f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "
-            "repeat the command"
+            f"{target} cannot be written: {error.strerror}; the answers are in the partial files: repeat the command"
         ) from error
 
 
 def _write_merged(merged: Path, parts: Sequence[_Part], prompts: int) -> None:
     """Write the answers in the order of the prompts."""
     terminal.show("writing the answers in the order of the prompts")
-    places = array.array("q", [-1]) * prompts, array.array("q", [-1]) * prompts
+    files, offsets = array.array("q", [0]) * prompts, array.array("q", [0]) * prompts
+    for number, part in enumerate(parts):
+        for index, offset in zip(part.indices, part.offsets, strict=True):
+            files[index], offsets[index] = number, offset
     with contextlib.ExitStack() as stack, open(merged, "wb") as stream:
-        files = [stack.enter_context(open(part.path, "rb")) for part in parts]
-
-        def line(number: int, offset: int) -> bytes:
-            files[number].seek(offset)
-            return files[number].readline()
-
-        for number, part in enumerate(parts):
-            for index, offset in zip(part.indices, part.offsets, strict=True):
-                first, at = places[0][index], places[1][index]
-                if first >= 0 and line(first, at) != line(number, offset):
-                    raise InputError(
-                        f"{parts[first].path} and {part.path} have different answers to prompt {index}: remove one of "
-                        "the files and repeat the command"
-                    )
-                places[0][index], places[1][index] = number, offset
-        for index in range(prompts):
-            number = places[0][index]
-            answers = _read_json(line(number, places[1][index]), parts[number].path)["answers"]
+        opened = [stack.enter_context(open(part.path, "rb")) for part in parts]
+        for number, offset in zip(files, offsets, strict=True):
+            opened[number].seek(offset)
+            answers = json.loads(opened[number].readline())["answers"]
             stream.writelines((json.dumps(answer, ensure_ascii=False) + "\n").encode() for answer in answers)
         stream.flush()
         os.fsync(stream.fileno())

@@ -19,7 +19,7 @@ from jaxgen.cli.input_file import Line
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.schedule import Counts
 from jaxgen.text.tokenizer import Tokenizer
-from tests.support.answers import kill_commands
+from tests.support.answers import kill_commands, summed
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level
 
@@ -233,8 +233,7 @@ class TestInterruptions:
             target.unlink()
 
         answered = [{"index": index, "answers": entries(whole.decode())[2 * index :][:2]} for index in range(10)]
-        every = "".join(json.dumps(line) + "\n" for line in answered)
-        partial.write_bytes(lines[0] + every.encode())  # every prompt is answered, so the weights are not read
+        partial.write_bytes(lines[0] + summed(*answered))  # every prompt is answered, so the weights are not read
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         assert run(*options)[0] == 0
         assert target.read_bytes() == whole

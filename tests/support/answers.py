@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from jaxgen.cli.answer_file import WHOLE as ALL, Shard, answer_file
@@ -32,13 +33,19 @@ def lines(*answers) -> bytes:
 WHOLE = lines(*[answer for answers in ANSWERS for answer in answers])
 
 
+def summed(*entries) -> bytes:
+    """Return lines of a partial file, with their checksums."""
+    texts = [line[1:] for line in lines(*entries).splitlines(keepends=True)]
+    return b"".join(b'{"crc32": "%08x", %b' % (zlib.crc32(text), text) for text in texts)
+
+
 def header(run=RUN) -> bytes:
-    return lines({"run": run})
+    return summed({"run": run})
 
 
 def partial(*indices: int, run=RUN) -> bytes:
     """Return the content of the partial file of a writer that has answered these prompts."""
-    return header(run) + lines(*[{"index": index, "answers": ANSWERS[index]} for index in indices])
+    return header(run) + summed(*[{"index": index, "answers": ANSWERS[index]} for index in indices])
 
 
 def write(target: Path, seconds: float = 0.0, run=RUN, shard: Shard = ALL, seed: float = 0) -> int:
@@ -87,7 +94,7 @@ def kills(target: Path, count: int) -> dict[str, int]:
             os.kill(child, signal.SIGKILL)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         seen["killed"] += statuses.count(signal.SIGKILL)
-        # While one writer merges, others are refused. The one that merges completes the file unless it is killed.
+        # A writer of a shard that is still being written is refused. The one that merges completes the file.
         if not target.exists() and signal.SIGKILL not in statuses:
             seen["refused"] += any(statuses)
         seen["continued"] += any(path.stat().st_size > len(header()) for path in partials(target))
