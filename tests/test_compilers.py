@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,14 +13,16 @@ import numpy as np
 import pytest
 
 from benchmarks import hlo
-from benchmarks.targets import compile_generate, device_for, mesh_for
+from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
+from jaxgen.engine.tables import CAPACITY, GrammarTable
+from jaxgen.grammar import row_parts
 from jaxgen.model import cache_storage, workarounds
 from jaxgen.model.linear import _plain
 from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
-from tests.support.slot_loops import copied_by_an_engine, copied_caches
+from tests.support.slot_loops import COPY, ON_CHIP, copied_by_an_engine, copied_caches
 
 pytestmark = pytest.mark.compilers
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +95,61 @@ def test_no_loop_copies_a_cache_of_slots_on_an_h100():
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
     assert not any(copied_by_an_engine(device_for("h100"), "bfloat16").values())
+
+
+ROWS, VOCAB = 16, 151_936
+
+
+@pytest.fixture
+def _nothing_stored():
+    """Store no program in jax's cache: without a device, a stored program cannot be read in the next run."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+def grammar_step(target: str) -> str:
+    """Compile what a step does with an engine's default table of grammars: 16 rows, 151,936 tokens."""
+    jax.clear_caches()
+    device = device_for(target)
+
+    def step(table, state, remaining, token):
+        following = table.push(state, token, None)
+        return table.allowed(following, None, remaining), table.exhausted(following, remaining), following
+
+    table, rows = GrammarTable(VOCAB, CAPACITY).joint, np.zeros(ROWS, np.int32)
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), (table, rows, rows, rows)
+    )
+    return lower_for(device, jax.jit(step).trace(*arguments)).compile().as_text()
+
+
+def check_grammar_step(program: str) -> None:
+    """Check that a step neither copies a table nor stores a comparison for each row, token and range."""
+    sizes = {dims: math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program)}
+    assert 8 * ROWS * VOCAB > max(sizes.values()) >= (CAPACITY.automata + 1) * VOCAB
+    copies = [match for line in program.splitlines() if (match := COPY.match(line)) and ON_CHIP not in match[2]]
+    large = [match for match in copies if sizes.get(match[1], 0) > CAPACITY.states]
+    assert [match[0] for match in large if not match[1].startswith(f"{ROWS},")] == []
+    assert program.count(" while(") == 1  # the passes after the first
+
+
+@pytest.mark.usefixtures("_nothing_stored")
+def test_a_step_with_grammars_on_a_tpu(monkeypatch):
+    check_grammar_step(grammar_step("v5e:2x2"))
+    monkeypatch.setattr(row_parts, "_as_blocks", row_parts._as_slices)
+    # If the compiler no longer makes a loop of each slice, `_as_blocks` can be removed.
+    assert grammar_step("v5e:2x2").count(" while(") == 1 + 8
+
+
+@pytest.mark.usefixtures("_compiler_for_an_h100", "_nothing_stored")
+def test_a_step_with_grammars_on_an_h100():
+    program = grammar_step("h100")
+    check_grammar_step(program)
+    assert hlo.count(hlo.outside_of_decode(program)) <= 16
 
 
 # Workarounds for the GPU's compiler: a module, a name in it, and the value that turns the workaround off.

@@ -118,6 +118,16 @@ def test_process_0_decides_for_an_engine(tmp_path, both, shape):
     assert second["submit"] == "prompts are submitted in process 0, and this is process 1"
 
 
+def test_a_new_grammar_sends_only_its_own_part_of_the_table(both):
+    first, second = both("tables", (1, 8))
+    assert first == second
+    assert first["sums"][1] != first["sums"][0]
+    assert first["sums"][3] == first["sums"][2] != first["sums"][1]
+    nothing, letters, digits, same = first["sent"]
+    assert len(nothing) == len(same) == 1  # the plan itself
+    assert max(*letters, *digits) * 200 < first["table"]
+
+
 def test_an_engine_that_fails_in_process_0_fails_in_all(tmp_path, both):
     save_hf(random_params(MODEL), CFG, tmp_path / "one")
     first, second = both("fail to lead", (1, 8), tmp_path / "one")

@@ -10,8 +10,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxgen.buckets import power_of_two
 from jaxgen.decoding.chunks import Arrivals
 from jaxgen.errors import InputError
+
+_LEAST = 4096  # the smallest number of bytes in which changes of tables are sent
 
 
 class Step(enum.IntEnum):
@@ -49,6 +52,7 @@ class Processes:
 
     def __init__(self, no_arrivals: Arrivals, tables: dict[str, Any], arguments: str):
         self._no_arrivals, self._tables = no_arrivals, tables
+        self._known = _on_host(tables)  # the contents of the tables in the other processes
         digest = hashlib.sha256(arguments.encode())
         for leaf in map(np.asarray, jax.tree.leaves(no_arrivals)):
             digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
@@ -57,15 +61,17 @@ class Processes:
             raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
     def send(self, plan: Plan) -> None:
-        """Send a plan to the other processes. Called by process 0."""
-        arrivals, tables = plan.arrivals, plan.tables
-        change = any(table is not self._tables[name] for name, table in tables.items())
-        _broadcast(np.asarray([plan.step, plan.version, plan.steps, arrivals is not None, change], np.int32))
+        """Send a plan to the other processes, with the changed parts of its tables. Called by process 0."""
+        arrivals, known, bounds = plan.arrivals, self._known, np.zeros((len(self._known), 2), np.int32)
+        if any(table is not self._tables[name] for name, table in plan.tables.items()):
+            self._tables, self._known = plan.tables, _on_host(plan.tables)
+            bounds = np.asarray([_changed(*pair) for pair in zip(known, self._known, strict=True)], np.int32)
+        head = [plan.step, plan.version, plan.steps, arrivals is not None]
+        _broadcast(np.asarray([*head, *bounds.flat], np.int32))
         if arrivals is not None:
             _broadcast(arrivals)
-        if change:
-            self._tables = tables
-            _broadcast(tables)
+        if bounds.any():
+            self._broadcast_parts(bounds)
 
     def send_nothing(self, step: Step) -> None:
         """Tell the other processes to wait, to end or to fail."""
@@ -73,19 +79,47 @@ class Processes:
 
     def receive(self) -> Plan:
         """Return the plan that process 0 has sent."""
-        step, version, steps, arrive, change = _broadcast(np.zeros(5, np.int32)).tolist()
+        empty = np.zeros(4 + 2 * len(self._known), np.int32)
+        step, version, steps, arrive, *bounds = _broadcast(empty).tolist()
         arrivals = _broadcast(self._no_arrivals) if arrive else None
-        if change:
-            self._tables = _broadcast(self._tables)
+        if any(bounds):
+            bounds = np.reshape(bounds, (-1, 2))
+            parts = self._broadcast_parts(bounds)
+            # Arrays are replaced, because those on the device may share memory with these.
+            self._known = [np.copy(x) for x in self._known]
+            for x, (begin, end), part in zip(self._known, bounds, parts, strict=True):
+                np.atleast_1d(x)[begin:end] = part
+            self._tables = jax.tree.unflatten(jax.tree.structure(self._tables), self._known)
         return Plan(Step(step), version, steps, arrivals, self._tables)
 
+    def _broadcast_parts(self, bounds: np.ndarray) -> list[np.ndarray]:
+        """Broadcast a part of each of the tables' arrays, from the first to the second index in `bounds`."""
+        parts = [np.atleast_1d(x)[begin:end] for x, (begin, end) in zip(self._known, bounds, strict=True)]
+        # A program is compiled for each size, so sizes are rounded up.
+        return _broadcast(parts, power_of_two(sum(part.nbytes for part in parts), _LEAST))
 
-def _broadcast(tree: Any) -> Any:
-    """Send process 0's tree to all processes in one operation, and return it. All trees must have the same form."""
+
+def _on_host(tables: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tables)]
+
+
+def _changed(old: np.ndarray, new: np.ndarray) -> tuple[int, int]:
+    """Return the bounds of the part of an array, along its first axis, that contains all changes; 0, 0 if none."""
+    differs = np.atleast_1d(old != new)
+    (changed,) = np.nonzero(differs.any(axis=tuple(range(1, differs.ndim))))
+    return (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
+
+
+def _broadcast(tree: Any, size: int = 0) -> Any:
+    """Send process 0's tree to all processes in one operation of at least `size` bytes, and return it.
+
+    All trees must have the same form.
+    """
     leaves, form = jax.tree.flatten(tree)
     leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
+    packed = np.pad(packed, (0, max(size - len(packed), 0)))
     received = np.asarray(multihost_utils.broadcast_one_to_all(packed))
-    parts = np.split(received, np.cumsum([leaf.nbytes for leaf in leaves])[:-1])
+    *parts, _ = np.split(received, np.cumsum([leaf.nbytes for leaf in leaves]))
     pairs = zip(parts, leaves, strict=True)
     return form.unflatten(np.frombuffer(part.tobytes(), leaf.dtype).reshape(leaf.shape) for part, leaf in pairs)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
+from jaxgen.grammar.row_parts import BLOCK
 from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
 from jaxgen.grammar.token_automaton import OF_PART, OF_STATE, OF_TRANSITION, Capacity, TokenAutomaton
 from jaxgen.grammar.token_table import compact
@@ -135,6 +136,9 @@ class GrammarTable(Table):
         spaces = {"states": capacity.states, "transitions": capacity.transitions, "automata": capacity.automata}
         # The automaton of prompts without a grammar has one state, one transition and one row of classes.
         self._capacity = capacity._replace(**{name: size + 1 for name, size in spaces.items()})
+        # The transitions are rounded up so that a TPU can divide them into blocks; see `row_parts`.
+        unused = -(self._capacity.transitions + capacity.width) % BLOCK
+        self._capacity = self._capacity._replace(transitions=self._capacity.transitions + unused)
         self._most = {name: max(size // 2, 1) for name, size in spaces.items()}
         spaces = {name: size + 1 for name, size in spaces.items()}
         empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))

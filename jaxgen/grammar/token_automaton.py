@@ -14,7 +14,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError, shown
@@ -22,6 +21,7 @@ from jaxgen.grammar.byte_automaton import compile_expression
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.row_parts import row_parts
 from jaxgen.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
 from jaxgen.grammar.within import within
 from jaxgen.shapes import short_repr
@@ -371,7 +371,7 @@ class TokenAutomaton:
         An eos token does not change the state. Any other token that is not allowed sets the state to -1 permanently.
         """
         here = jnp.maximum(state, 0)
-        low, high, may, step = self._row(state, None)
+        may, low, high, step = self._row(state, None, "low", "high", "step")
         kind = self.classes[self.part[here], tokens].astype(jnp.int32)[:, None]
         found = may & (low <= kind) & (kind <= high)
         step = jnp.sum(jnp.where(found, step, 0), axis=1)  # at most one range has the class
@@ -387,7 +387,7 @@ class TokenAutomaton:
 
         `remaining` is as in `allowed`.
         """
-        return ~jnp.any(self._row(state, remaining)[2], axis=-1)
+        return ~jnp.any(self._row(state, remaining)[0], axis=-1)
 
     def complete(self, state: jax.Array) -> jax.Array:
         """Return bool[rows], True for rows whose text is complete; False if any token may follow, as after a prefix."""
@@ -397,28 +397,28 @@ class TokenAutomaton:
     def _allowed(self, state: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the ranges of classes that are allowed in each row, as arrays [rows, width], and their number."""
         here = jnp.maximum(state, 0)
-        low, high, may, _ = self._row(state, remaining)
+        may, low, high, *joint = self._row(state, remaining, "low", "high", "span_low", "span_high")
         # If all transitions are allowed, adjacent ones are joined, as in the table.
         joined = jnp.all(may | (jnp.arange(self.width)[None, :] >= self.count[here][:, None]), axis=1)
-        low = jnp.where(joined[:, None], self._cut(self.span_low, state), jnp.where(may, low, 1))
-        high = jnp.where(joined[:, None], self._cut(self.span_high, state), jnp.where(may, high, 0))
+        low = jnp.where(joined[:, None], joint[0], jnp.where(may, low, 1))
+        high = jnp.where(joined[:, None], joint[1], jnp.where(may, high, 0))
         used = jnp.max(jnp.where(may, jnp.arange(1, self.width + 1), 0), axis=1)  # 0 if nothing may follow
         return low, high, jnp.where(joined, self.spans[here], used)
 
-    def _cut(self, x: jax.Array, state: jax.Array) -> jax.Array:
-        """Return each row's part of an array of transitions, as int32[rows, width]."""
-        first = self.first[jnp.maximum(state, 0)]
-        return jax.vmap(lambda at: lax.dynamic_slice_in_dim(x, at, self.width))(first).astype(jnp.int32)
+    def _row(self, state: jax.Array, remaining: jax.Array | None, *names: str) -> list[jax.Array]:
+        """Return whether each of a row's transitions may follow, and the row's part of the named arrays.
 
-    def _row(self, state: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Return each row's transitions as arrays [rows, width]: low, high, whether each may follow, and step."""
+        All have the shape [rows, width].
+        """
         here = jnp.maximum(state, 0)
         may = (jnp.arange(self.width)[None, :] < self.count[here][:, None]) & (state >= 0)[:, None]
+        names = names if remaining is None else (*names, "longer")
+        parts = row_parts(self.first[here], tuple(getattr(self, name) for name in names), self.width) if names else []
         if remaining is not None:
             shortest = self.shortest[here][:, None]
-            in_time = shortest + self._cut(self.longer, state) < remaining[:, None]
+            in_time = shortest + parts.pop() < remaining[:, None]
             may &= in_time | (shortest > remaining[:, None])
-        return self._cut(self.low, state), self._cut(self.high, state), may, self._cut(self.step, state)
+        return [may, *parts]
 
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
         if eos.shape[-1] != self.vocab_size:

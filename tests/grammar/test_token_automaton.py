@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 
 from jaxgen import Tokenizer, demo
 from jaxgen.errors import InputError
-from jaxgen.grammar import token_table
+from jaxgen.grammar import row_parts, token_table
 from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
@@ -384,6 +384,26 @@ def test_ranges_of_classes(most, shared):
         own = classes[0 if shared else row]
         expected = [any(low[row, i] <= one <= high[row, i] for i in range(count[row])) for one in own]
         np.testing.assert_array_equal(found[row], expected)
+
+
+def test_an_automaton_without_rows(tok):
+    automaton, none, size = automaton_of("yes|no", tok), jnp.zeros(0, jnp.int32), len(tok)
+    for eos in (None, marks(size, 2), jnp.zeros((0, size), bool)):
+        for remaining in (None, none):
+            assert automaton.allowed(none, eos, remaining).shape == (0, size)
+            assert automaton.exhausted(none, remaining).shape == (0,)
+        assert automaton.push(none, none, eos).shape == (0,)
+
+
+@pytest.mark.parametrize(("size", "width"), [(1024, 64), (1000, 64), (2048, 128), (2048, 129), (700, 1)])
+def test_parts_are_the_same_in_blocks_as_in_slices(size, width):
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.integers(0, 9999, size).astype(dtype)) for dtype in (np.uint16, np.int16, np.int32)]
+    first = np.append([0, size - width], rng.integers(0, size - width + 1, 20)).astype(np.int32)
+    for form in (row_parts._as_blocks, row_parts._as_slices):
+        for x, parts in zip(arrays, form(width, first, *arrays), strict=True):
+            assert parts.dtype == jnp.int32
+            np.testing.assert_array_equal(parts, [x[at : at + width] for at in first])
 
 
 def test_adjacent_ranges_are_joined(tok):

@@ -10,11 +10,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
+from jaxgen.engine.processes import Plan, Processes, Step
+from jaxgen.engine.tables import CAPACITY, tables_of
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.tokenizers import byte_level
 
@@ -115,6 +118,36 @@ def fail_to_lead(mesh: Mesh, checkpoint: str) -> dict:
     return {"errors": errors}
 
 
+def follow_tables(mesh: Mesh) -> dict:
+    """Send an engine's tables before and after a grammar is added. Return the bytes of each broadcast, and the tables.
+
+    The tables are those that process 1 has after each plan.
+    """
+    sizes, broadcast = [], multihost_utils.broadcast_one_to_all
+
+    def counted(array):
+        sizes.append(array.nbytes)
+        return broadcast(array)
+
+    multihost_utils.broadcast_one_to_all = counted
+    made = tables_of(5000, CAPACITY, byte_level(), 512, True)
+    processes = Processes(np.zeros(1), {name: table.joint for name, table in made.items()}, "")
+    result: dict = {"table": CAPACITY.bytes(5000), "sums": [], "sent": []}
+    for name, pattern in (("none", None), ("letters", "[a-c]{1,8}"), ("digits", "[0-9]{2,40}"), ("digits", "")):
+        if pattern:
+            made["allowed"].enter(name, TokenAutomaton.from_regex(pattern, byte_level(), vocab_size=5000))
+        plan = Plan(Step.CHUNK, 0, 1, None, {name: table.joint for name, table in made.items()})
+        sizes.clear()
+        if jax.process_index() == 0:
+            processes.send(plan)
+        else:
+            plan = processes.receive()
+        result["sent"].append(sizes[:])
+        leaves = [np.asarray(leaf, np.int64) for leaf in jax.tree.leaves(plan.tables)]
+        result["sums"].append([[int(leaf.sum()), int((leaf.ravel() * np.arange(leaf.size)).sum())] for leaf in leaves])
+    return result
+
+
 PROMPTS = [list(range(3 + n, 6 + 2 * n)) for n in range(6)]
 
 
@@ -192,7 +225,7 @@ OPTIONS = {
 }
 
 TASKS = {"generate": load_generate_save, "fail": fail_to_save, "load": memory_of_load, "train": train_and_resume}
-TASKS |= {"engine": answer_prompts, "fail to lead": fail_to_lead}
+TASKS |= {"engine": answer_prompts, "fail to lead": fail_to_lead, "tables": follow_tables}
 
 if __name__ == "__main__":
     process, port, data, model = map(int, sys.argv[2:6])
