@@ -180,7 +180,7 @@ def _is_type(value: Any) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
-    "$ref": (lambda value: isinstance(value, str), "a string"),
+    **dict.fromkeys(("$ref", "$dynamicRef"), (lambda value: isinstance(value, str), "a string")),
     "$id": (lambda value: isinstance(value, str) and "#/" not in value, "a URI without a path after #"),
     "$anchor": (lambda value: isinstance(value, str) and bool(_ANCHOR.fullmatch(value)), "a name"),
     "pattern": (lambda value: isinstance(value, str), "a string"),
