@@ -244,16 +244,8 @@ class _Nfa:
 
     def members(self, expression: Members, start: int) -> int:
         """Add members. `levels[n]` is the state after n members, of which the last may also stand for more."""
-        top, more = expression.counts()
-        levels: list[int | None] = [start, *(self.state() for _ in range(top))]
-        for item, needed in expression.items:
-            following: list[int | None] = [None if needed else level for level in levels]
-            for count, begin in self._beginnings(levels, more, expression.separator).items():
-                end = self.jump(self.add(item, begin))
-                if not needed and (level := levels[count]) is not None:
-                    self.jumps[level].append(end)
-                following[count] = end
-            levels = following
+        _, more = expression.counts()
+        levels = self._in_any_order(expression, start) if expression.free else self._in_order(expression, start)
         if expression.further is not None:
             levels = [level if level is None else self.jump(level) for level in levels]
             for count, begin in self._beginnings(levels, more, expression.separator).items():
@@ -265,6 +257,47 @@ class _Nfa:
             if level is not None:
                 self.jumps[level].append(end)
         return end
+
+    def _in_order(self, expression: Members, start: int) -> list[int | None]:
+        """Add members in the given order; return the state after each number of them."""
+        top, more = expression.counts()
+        levels: list[int | None] = [start, *(self.state() for _ in range(top))]
+        for item, needed in expression.items:
+            following: list[int | None] = [None if needed else level for level in levels]
+            for count, begin in self._beginnings(levels, more, expression.separator).items():
+                end = self.jump(self.add(item, begin))
+                if not needed and (level := levels[count]) is not None:
+                    self.jumps[level].append(end)
+                following[count] = end
+            levels = following
+        return levels
+
+    def _in_any_order(self, expression: Members, start: int) -> list[int | None]:
+        """Add members, of which the optional ones are in any order; return the state after each number of them.
+
+        A state stands for the number of required members and the set of optional ones that there are.
+        """
+        top, more = expression.counts()
+        needed = [item for item, needed in expression.items if needed]
+        optional = [item for item, needed in expression.items if not needed]
+        levels: list[int | None] = [None if needed else start, *(self.state() for _ in range(top))]
+        hubs = {(0, 0): start}
+        for done, used in itertools.product(range(len(needed) + 1), range(2 ** len(optional))):
+            count = done + used.bit_count()
+            hub, level = hubs.get((done, used)), levels[min(count, top)]
+            if hub is None:
+                continue  # there would be more members than allowed
+            if done == len(needed) and level is not None and level != hub:
+                self.jumps[hub].append(level)
+            if count == top and not more:
+                continue
+            options = [((done, used | 1 << i), item) for i, item in enumerate(optional) if not used >> i & 1]
+            options += [((done + 1, used), item) for item in needed[done : done + 1]]
+            begin = hub if count == 0 else self.add(expression.separator, hub)
+            for following, item in options:
+                hubs[following] = hubs[following] if following in hubs else self.state()
+                self.jumps[self.add(item, begin)].append(hubs[following])
+        return levels
 
     def _beginnings(self, levels: list[int | None], more: bool, separator: Expression) -> dict[int, int]:
         """Return the state in which the next member begins, for each number of members that there are then."""

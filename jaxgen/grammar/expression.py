@@ -108,8 +108,9 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Members(Expression):
-    """Expressions in a fixed order, some of them optional, with separators between the expressions that are present.
+    """Expressions, some of them optional, with separators between the expressions that are present.
 
+    They are in the given order or, if `free` is True, only the others are: optional ones are in any order and place.
     After them, `further` may occur any number of times. In all, `low` to `high` expressions must be present.
     """
 
@@ -118,15 +119,24 @@ class Members(Expression):
     further: Expression | None = None
     low: int = 0
     high: int | None = None
+    free: bool = False
 
     def counts(self) -> tuple[int, bool]:
         """Return the largest number of members that is counted, and True if that number also stands for more."""
         return (max(self.low, 1), True) if self.high is None else (self.high, False)
 
     def _count(self) -> int:
-        parts = [item for item, _ in self.items] + ([] if self.further is None else [self.further])
         top = self.counts()[0]
-        return 2 + top + top * sum(part.size + self.separator.size + 2 for part in parts)
+        needed = [item.size for item, needed in self.items if needed]
+        optional = [item.size for item, needed in self.items if not needed]
+        if self.free:
+            sets = 2 ** len(optional)
+            hubs = sets * (len(needed) + 1)
+            size = hubs * (2 + self.separator.size) + sets * sum(needed) + hubs * sum(optional) // 2
+        else:
+            size = top * sum(part + self.separator.size + 2 for part in [*needed, *optional])
+        further = 0 if self.further is None else top * (self.further.size + self.separator.size + 2)
+        return 2 + top + size + further
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,8 @@ class Conversion(Protocol):
     made: dict[Any, Any]
     lenient: bool
     longest: int
+    any_order: bool
+    reordered: bool
 
     def value(self, schemas: tuple[Any, ...], place: Place) -> Expression:
         """Return the expression for the values that are valid against all schemas."""

@@ -5,14 +5,14 @@ beside it, of a chosen alternative. They are collected first, and then converted
 
 What an expression cannot represent is refused or, if the caller agrees, left out; so every generated text is valid
 against the rest. Not every valid text is generated: strings have no \\u escapes where another spelling exists, and
-members appear in the schema's order. Free-form values nest at most two levels deep. Recursive schemas end after
-`LEVELS` levels: at that depth, a reference matches nothing, so optional members and items are left out.
+required members, or all members of a large object, appear in the schema's order. Free-form values nest at most two
+levels deep. Recursive schemas end after `LEVELS` levels: at that depth, a reference matches nothing, so optional
+members and items are left out.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from jaxgen.errors import InputError, shown, warn
 from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
+from jaxgen.grammar.checks import Checks
 from jaxgen.grammar.disjoint import Overlaps
 from jaxgen.grammar.evaluation import Evaluation, dependents
 from jaxgen.grammar.expression import (
@@ -51,6 +52,7 @@ MOST_CHOICES = 64  # maximum number of choices, such as anyOf, for one value
 MOST_WORK = 4_000_000  # states and transitions visited while strings and numbers are compiled
 # If an expression is larger than this, longer strings and lists and deeper levels are left out.
 COMFORTABLE = 2**15
+MOST_FREE = 2**13  # maximum size of an expression in which optional members are in any order
 SIZES = ((3000, FREE_DEPTH, LEVELS), (300, FREE_DEPTH, LEVELS), (100, 1, 2), (10, 0, 1))
 
 
@@ -81,87 +83,55 @@ def read_schema(
     if not isinstance(root, bool | dict):
         keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    sizes, exclusive = [*SIZES], True
+    sizes, exclusive, free = [*SIZES], True, True
     while sizes:
-        converter = Converter(root, space, unsupported == "warn", *sizes.pop(0))
+        converter = Converter(root, name, space, unsupported == "warn", *sizes.pop(0))
+        converter.checks.all_parts()
+        converter.exclusive, converter.any_order, free = exclusive, free, False
+        expression = None
         try:
-            converter.exclusive = exclusive
             expression = converter.value((root,), Place(name, (id(root),)))
         except TooLargeError:
-            if not sizes and not (exclusive and unsupported == "warn"):
-                raise
-            exclusive = exclusive and bool(sizes)
-            sizes = [SIZES[-1]]
-            continue
-        if expression.size <= COMFORTABLE:
+            if not converter.reordered:
+                if not sizes and not (exclusive and unsupported == "warn"):
+                    raise
+                exclusive = exclusive and bool(sizes)
+                sizes = [SIZES[-1]]
+        if expression is not None and expression.size <= (MOST_FREE if converter.reordered else COMFORTABLE):
             break
+        if converter.reordered:
+            sizes = [*SIZES]
+    assert expression is not None, "the last attempt raises an error"
     if left_out is not None:
-        left_out += converter.left_out
-    elif converter.left_out:
-        warn(f"left out of the schema, and not enforced: {'; '.join(converter.left_out)}")
+        left_out += converter.checks.left_out
+    elif converter.checks.left_out:
+        warn(f"left out of the schema, and not enforced: {'; '.join(converter.checks.left_out)}")
     return expression
 
 
 class Converter:
     """Converter for the parts of one schema."""
 
-    def __init__(self, root: Any, space: Expression, lenient: bool, longest: int, free_depth: int, levels: int):
+    def __init__(
+        self, root: Any, name: str, space: Expression, lenient: bool, longest: int, free_depth: int, levels: int
+    ):
         self.space, self.lenient = space, lenient
         self.exclusive = True  # False if a oneOf is read as anyOf
+        self.any_order = True  # False if all members are in the schema's order
+        self.reordered = False  # True if members of some object are in any order
         self.longest, self.free_depth, self.levels = longest, free_depth, levels
         self.comma = sequence(space, ",", space)
         self.work = Work(MOST_WORK)
         self.strings = Strings(self.work)
         self.references = References(root)
+        self.checks = Checks(self.references, name, lenient)
+        self.sound, self.leave_out = self.checks.sound, self.checks.leave_out
         self.matches = self.strings.matches
         self.evaluation = Evaluation(self.references, self.sound, self.matches)
         self.overlaps = Overlaps(self.evaluation, self.sound)
         self.known: dict[Any, Expression] = {}
-        self.clean: dict[int, tuple[Any, dict[str, Any]]] = {}  # each part, and the part without what is left out
         self.made: dict[Any, Any] = {}  # schemas that are not in the given one; stored so that their ids stay unique
-        self.names: dict[int, str] = {}
-        self.left_out: list[str] = []
         self.values = self.steps = 0
-
-    def leave_out(self, name: str, reason: str) -> None:
-        """Raise an error about a keyword or, if the caller agrees, note that it is left out."""
-        if not self.lenient:
-            keywords.refuse(
-                name,
-                f"{reason}. Leave it out and check the value afterwards, or pass unsupported='warn'"
-                if reason.startswith(" has ") and "nothing" not in reason else reason,
-            )  # fmt: skip
-        if (message := name + reason) not in self.left_out:
-            self.left_out.append(message)
-
-    def sound(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema without the keywords that are unknown, unsupported or invalid."""
-        if id(schema) not in self.clean:
-            name, wrong = self.names.get(id(schema), "the schema"), set()
-            for keyword, reason in keywords.faults(schema):
-                self.leave_out(name, reason)
-                wrong.add(keyword)
-            if "$ref" in schema and "$ref" not in wrong:
-                try:
-                    target = self.references.target(schema)
-                    if not keywords.is_schema(target):
-                        keywords.refuse(keywords.bare(schema["$ref"]), f" must be an object, got {shown(target)}")
-                except InputError as error:
-                    self.leave_out(name, str(error))
-                    wrong.add("$ref")
-            kept = {keyword: part for keyword, part in schema.items() if keyword not in wrong} if wrong else schema
-            for keyword, reason in [*keywords.conflicts(kept)]:
-                self.leave_out(name, reason)
-                kept = _without(kept, keyword)
-            for keyword, key, part in [*keywords.parts(kept)]:
-                if not keywords.is_schema(part):
-                    where = keywords.inside(name, keyword, key)
-                    self.leave_out(where, f" must be an object, or true for any value, got {shown(part)}")
-                    whole: Any = copy.copy(kept[keyword])
-                    whole[key] = True
-                    kept = kept | {keyword: whole}
-            self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
-        return self.clean[id(schema)][1]
 
     def spend(self, steps: int) -> None:
         """Count steps of the conversion."""
@@ -220,7 +190,7 @@ class Converter:
                 continue
             joint.seen.add(id(schema))
             path = path | {id(schema)}
-            self.names.setdefault(id(schema), place.name)
+            self.checks.call(schema, place.name)
             schema = self.sound(schema)
             if "$ref" in schema:
                 target = self.references.target(schema)
@@ -250,7 +220,7 @@ class Converter:
         """Return a schema for values that are not valid against `schema`."""
         if isinstance(schema, bool):
             return not schema
-        self.names.setdefault(id(schema), name)
+        self.checks.call(schema, name)
         found = self.make("not", schema, lambda: negated(self.sound(schema), self.references))
         if found is None:
             self.leave_out(name, " has not with keywords that cannot be negated")
@@ -278,7 +248,7 @@ class Converter:
         """Return alternatives that exclude each other."""
         found: list[tuple[Any, ...]] = []
         for i, schema in enumerate(schemas):
-            self.names.setdefault(id(schema), f"{place.name}.oneOf[{i}]")
+            self.checks.call(schema, f"{place.name}.oneOf[{i}]")
         for i, schema in enumerate(schemas):
             others = [other for j, other in enumerate(schemas) if j != i and not self.overlaps.excludes(schema, other)]
             if others and not self.exclusive:

@@ -44,6 +44,9 @@ ANNOTATIONS = frozenset(
     "default examples example deprecated readOnly writeOnly discriminator contentMediaType contentEncoding "
     "contentSchema xml externalDocs".split()
 )
+_SINGLE = ("not", "if", "then", "else", "contains", "propertyNames", "items", "additionalProperties", "additionalItems")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+_LISTS = (*IN_PLACE, "prefixItems", "items")
 _VENDOR = re.compile(r"[^A-Za-z$]|[xX]-|\$\$")  # beginnings of names that are annotations of some program
 _ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
 _KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
@@ -107,26 +110,44 @@ def is_schema(value: Any) -> bool:
     return isinstance(value, bool | dict)
 
 
-def parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield the objects and booleans inside a schema that are schemas, each with the keys that lead there."""
+    for name in _SINGLE:
+        if is_schema(schema.get(name)):
+            yield (name,), schema[name]
+    yield from (((name, key), part) for name, key, part in _parts(schema) if is_schema(part))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str | int, Any]]:
     """Yield the parts of a schema's maps and lists of schemas, each with the keyword and the key or index."""
-    for name in ("properties", "patternProperties", "dependentSchemas"):
-        yield from ((name, key, part) for key, part in schema.get(name, {}).items())
-    for name in (*IN_PLACE, "prefixItems", *(["items"] if isinstance(schema.get("items"), list) else [])):
-        yield from ((name, index, part) for index, part in enumerate(schema.get(name, [])))
-
-
-def faults(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keywords that are unknown, unsupported or have an invalid value, each with the reason."""
     for name, value in schema.items():
-        if name in _CHECKS or name in SUPPORTED:
-            reason = _fault(name, value, schema)
-            if reason is not None:
-                yield name, f": {bare(name)} must be {reason}, got {shown(value)}"
-        elif name in REJECTED:
-            yield name, f" has {name}, which is not supported"
-        elif name not in ANNOTATIONS and not _VENDOR.match(name) and (near := _misspelled(name)):
+        if name in _MAPS and isinstance(value, dict):
+            yield from ((name, key, part) for key, part in value.items())
+        elif name in _LISTS and isinstance(value, list):
+            yield from ((name, index, part) for index, part in enumerate(value))
+
+
+def malformed(schema: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the invalid values, each with the keys that lead there and the reason.
+
+    The reason continues a sentence that begins with the name of the value without its last key.
+    """
+    for name, value in schema.items():
+        if name in _CHECKS and (reason := _fault(name, value, schema)) is not None:
+            yield (name,), f": {bare(name)} must be {reason}, got {shown(value)}"
+    for name, key, part in _parts(schema):
+        if not is_schema(part) and name != "dependencies":
+            yield (name, key), f"{inside('', key)} must be an object, or true for any value, got {shown(part)}"
+
+
+def unsupported(schema: dict[str, Any]) -> Iterator[tuple[tuple[str], str]]:
+    """Yield the keywords that are unsupported, or probably misspelled, as `malformed` does."""
+    for name in schema:
+        if name in REJECTED:
+            yield (name,), f" has {name}, which is not supported"
+        elif not (name in SUPPORTED or name in ANNOTATIONS or _VENDOR.match(name)) and (near := _misspelled(name)):
             yield (
-                name,
+                (name,),
                 (f" has {bare(name)}, which is not a keyword: write {near}, or begin an annotation's name with x-"),
             )
 
@@ -159,7 +180,7 @@ def _is_type(value: Any) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
-    "$ref": (lambda value: isinstance(value, str), "a string"),
+    **dict.fromkeys(("$ref", "$dynamicRef"), (lambda value: isinstance(value, str), "a string")),
     "$id": (lambda value: isinstance(value, str) and "#/" not in value, "a URI without a path after #"),
     "$anchor": (lambda value: isinstance(value, str) and bool(_ANCHOR.fullmatch(value)), "a name"),
     "pattern": (lambda value: isinstance(value, str), "a string"),
@@ -181,17 +202,16 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (*IN_PLACE, "prefixItems"), (lambda value: isinstance(value, list) and bool(value), "a non-empty list")
     ),
     **dict.fromkeys(
-        ("properties", "patternProperties", "dependentSchemas"), (lambda value: isinstance(value, dict), "an object")
+        [name for name in _MAPS if name != "dependencies"], (lambda value: isinstance(value, dict), "an object")
     ),
     **dict.fromkeys(
-        ("not", "if", "then", "else", "contains", "propertyNames", "additionalProperties", "additionalItems"),
-        (is_schema, "a schema or a boolean"),
+        [name for name in _SINGLE if name != "items"], (is_schema, "a schema or a boolean")
     ),
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
         (_is_count, "a whole number >= 0"),
     ),
-    **dict.fromkeys(("minimum", "maximum"), (_is_number, "a number")),
+    **dict.fromkeys(BOUNDS, (_is_number, "a number")),
 }  # fmt: skip
 
 
@@ -215,7 +235,7 @@ def _fault(name: str, value: Any, schema: dict[str, Any]) -> str | None:
         return None if valid else f"a number, or true beside {partner}"
     if name == "items" and isinstance(value, list) and "prefixItems" in schema:
         return "a schema or a boolean beside prefixItems"
-    check, reason = _CHECKS.get(name, (lambda _: True, ""))
+    check, reason = _CHECKS[name]
     return None if check(value) else reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxgen.grammar.joint import Conversion, Joint, Place
 from jaxgen.grammar.strings import any_string, literal
 
 MOST_JOINT = 4  # maximum number of patterns of names for which values that match several of them are generated
+MOST_FREE = 1000  # maximum size of an object whose optional members are in any order
 
 
 def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, excluded: list[Any]) -> Expression:
@@ -57,7 +59,24 @@ def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, 
     if further is not None and low > 1:  # equal names of further members would count twice
         further = None
     low = low if low > len(needed) else 0
-    return converter.enclosed("{", Members(tuple(parts), converter.comma, further, low, high), "}")
+    return converter.enclosed("{", _members(converter, parts, further, low, high), "}")
+
+
+def _members(
+    converter: Conversion,
+    parts: list[tuple[Expression, bool]],
+    further: Expression | None,
+    low: int,
+    high: int | None,
+) -> Expression:
+    """Return the expression for the members, of which optional ones are in any order if that is not too large."""
+    members = Members(tuple(parts), converter.comma, further, low, high)
+    if converter.any_order and len(parts) > 1 and not all(needed for _, needed in parts):
+        free = dataclasses.replace(members, free=True)
+        if free.size <= MOST_FREE:
+            converter.reordered = True
+            return free
+    return members
 
 
 def _with_further(

@@ -1,5 +1,6 @@
 """Keywords of JSON schemas: the texts of each are judged by the jsonschema library, and valid texts are generated."""
 
+import itertools
 import json
 import re
 
@@ -266,3 +267,79 @@ def test_no_text_has_a_second_meaning_in_python():
         schema = {"type": "string", "not": {"pattern": pattern}}
         for text in texts(compile_schema(schema), 40, np.random.default_rng(0)):
             assert not re.search(pattern, json.loads(text)), (pattern, text)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=4), st.sampled_from([{}, {"minProperties": 1, "maxProperties": 2}]))
+def test_optional_members_are_in_any_order(required, limits):
+    """Required members are in the schema's order, and optional ones are anywhere between them."""
+    names = "abcd"[: len(required)]
+    needed = [name for name, is_needed in zip(names, required, strict=True) if is_needed]
+    schema = {
+        "type": "object",
+        "properties": {name: N if name == "b" else {"enum": [1, 12]} for name in names},
+        "required": needed,
+        "additionalProperties": False,
+        **limits,
+    }
+    valid = jsonschema.Draft202012Validator(schema).is_valid
+    if len(needed) > limits.get("maxProperties", 4):
+        return
+    automaton = compile_schema(schema)
+    for size in range(len(names) + 1):
+        for order in itertools.permutations(names, size):
+            value = dict.fromkeys(order, 12)
+            in_order = [name for name in order if name in needed] == needed
+            assert accepts(automaton, json.dumps(value)) == (valid(value) and in_order)
+            for name in order:
+                assert not accepts(automaton, json.dumps(value)[:-1] + f', "{name}": 1}}')
+    assert all(valid(json.loads(text)) for text in texts(automaton, 10, np.random.default_rng(0)))
+
+
+def test_members_of_large_objects_are_in_the_order_of_the_schema():
+    small = {"type": "object", "properties": dict.fromkeys("abc", NULL)}
+    large = {"type": "object", "properties": dict.fromkeys("abcdefghij", NULL)}
+    many = {"type": "object", "properties": {str(i): {**small, "required": ["a"]} for i in range(40)}}
+    further = {**small, "additionalProperties": N}
+    assert accepts(compile_schema(small), '{"c":null,"a":null}')
+    assert accepts(compile_schema(large), '{"a":null,"c":null}')
+    assert not accepts(compile_schema(large), '{"c":null,"a":null}')
+    assert not accepts(compile_schema(many), '{"0":{"c":null,"a":null}}')  # the whole would be too large
+    assert accepts(compile_schema(further), '{"c":null,"a":null,"x":1,"y":2}')
+    assert not accepts(compile_schema(further), '{"c":null,"x":1,"a":null}')
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"if": {"minLength": "3"}}, r"the schema\.if: minLength must be a whole number >= 0, got '3'"),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "null", "properties": []}]},
+            r"anyOf\[1\]: properties must be",
+        ),
+        ({"oneOf": [{"type": "string"}, {"const": 1, "maxItems": -1}]}, r"oneOf\[1\]: maxItems must be a whole number"),
+        ({"items": {"required": True}}, r"the schema\.items: required must be a list of names, got True"),
+        ({"additionalProperties": {"type": "any"}}, r"additionalProperties: type must be one of string"),
+        ({"$defs": {"a": {"not": {"enum": 3}}}}, r"\$defs\.a\.not: enum must be a non-empty list"),
+        ({"definitions": {"a": 3}}, r"definitions\.a must be an object, or true for any value, got 3"),
+        ({"then": {"allOf": []}}, r"then: allOf must be a non-empty list"),
+    ],
+)
+def test_malformed_parts_are_refused_even_if_nothing_depends_on_them(part, words):
+    schema = {"type": "string", **part}
+    with pytest.raises(InputError, match=words):
+        compile_schema(schema)
+    left_out: list[str] = []
+    compile_expression(read_schema(schema, unsupported="warn", left_out=left_out))
+    assert len(left_out) == 1
+
+
+def test_parts_that_only_look_like_keywords_are_not_checked():
+    schema = {
+        "type": "string",
+        "default": {"minLength": "3"},
+        "x-more": {"type": 3},
+        "enum": ["a"],
+        "$defs": {"type": {"properties": {"required": NULL, "items": {}}}},
+    }
+    assert accepts(compile_schema(schema), '"a"')
