@@ -63,6 +63,7 @@ def read_schema(
     name: str = "the schema",
     unsupported: Literal["error", "warn"] = "error",
     left_out: list[str] | None = None,
+    any_order: bool = True,
 ) -> Expression:
     """Return the expression for the texts that are valid against `schema`.
 
@@ -71,7 +72,8 @@ def read_schema(
     a part of the schema by its path from `name`.
 
     With `unsupported="warn"`, keywords that cannot be enforced are left out. One warning lists them; if `left_out` is
-    given, they are added to that list instead.
+    given, they are added to that list instead. Without `any_order`, all members of an object are in the schema's order;
+    otherwise, optional ones are in any order if the expression does not become too large.
 
     Raises:
         InputError: the schema is not valid, or uses a keyword that cannot be enforced.
@@ -83,11 +85,11 @@ def read_schema(
     if not isinstance(root, bool | dict):
         keywords.refuse(name, f" must be an object, or true for any value, got {shown(root)}")
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    sizes, exclusive, free = [*SIZES], True, True
+    sizes, exclusive = [*SIZES], True
     while sizes:
         converter = Converter(root, name, space, unsupported == "warn", *sizes.pop(0))
         converter.checks.all_parts()
-        converter.exclusive, converter.any_order, free = exclusive, free, False
+        converter.exclusive, converter.any_order, any_order = exclusive, any_order, False
         expression = None
         try:
             expression = converter.value((root,), Place(name, (id(root),)))

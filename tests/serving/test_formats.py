@@ -10,15 +10,17 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import Tokenizer
 from jaxgen.errors import InputError
+from jaxgen.grammar.byte_automaton import compile_expression
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.formats.coder import Coder
-from jaxgen.serving.formats.format import CallParser
+from jaxgen.serving.formats.format import CallParser, arguments as arguments_of
 from jaxgen.serving.formats.formats import FORMATS, format_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.formats.llama import Llama
 from jaxgen.serving.formats.mistral import MistralIdentified, MistralList, MistralNamed
 from jaxgen.serving.formats.reading import Call
 from jaxgen.text.spelled import Spelled
+from tests.grammar.test_regex import accepts
 from tests.support.automata import matrix
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level, byte_level_backend
@@ -510,3 +512,16 @@ def test_a_string_of_qwen3_coder_has_no_tag_of_the_format():
         assert verdict(text) is True, text
     for text in ("</parameter>", "a<parameter=b", "<</function>", "x</tool_call>y", "\n</parameter>\n"):
         assert verdict(text) is None, text
+
+
+@pytest.mark.parametrize(("count", "reordered"), [(2, True), (60, False)])
+def test_optional_arguments_are_in_any_order_if_the_grammars_are_not_too_large(count, reordered):
+    schema = {"properties": {name: {"type": "boolean"} for name in "abcd"}, "required": ["a"]}
+    left_out = []
+    functions = {f"f{number}": schema | {"contains": number} for number in range(count)}
+    grammars = arguments_of(functions, left_out)
+    assert list(grammars) == list(functions)
+    assert len(left_out) == count  # each fault is listed once
+    grammar = compile_expression(grammars["f1"])
+    assert accepts(grammar, '{"a": true, "b": true, "c": false}')
+    assert accepts(grammar, '{"a": true, "c": false, "b": true}') == reordered

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.expression import Expression, Text
-from jaxgen.grammar.json_schema import read_schema
+from jaxgen.grammar.json_schema import MOST_FREE, read_schema
 from jaxgen.serving.formats.reading import SPACE, Broken, Call, Parts, Reading, Unknown, after_space, literal
 
 Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name
@@ -61,22 +61,35 @@ class Format(abc.ABC):
         return given
 
 
-def arguments(name: str, schema: dict[str, Any] | None, left_out: list[str] | None = None) -> Expression:
-    """Return the grammar of a function's arguments as JSON; a function without a schema has no arguments.
+def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[str, Expression]:
+    """Return the grammar of each function's arguments as JSON; a function without a schema has no arguments.
 
-    `left_out` is as in `schema_of`.
+    Optional arguments are in any order if the grammars of all functions together are not too large. `left_out` is as in
+    `schema_of`.
     """
+    for any_order in (True, False):
+        missing: list[str] | None = None if left_out is None else []
+        found = {name: _arguments(name, schema, missing, any_order) for name, schema in functions.items()}
+        if sum(expression.size for expression in found.values()) <= MOST_FREE:
+            break
+    if left_out is not None:
+        left_out += missing or []
+    return found
+
+
+def _arguments(name: str, schema: dict[str, Any] | None, left_out: list[str] | None, any_order: bool) -> Expression:
     if schema is None:
         return Text(b"{}")
     try:
-        return schema_of({"type": "object", **schema}, f"{name}.parameters", left_out)
+        return schema_of({"type": "object", **schema}, f"{name}.parameters", left_out, any_order)
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
 
 
-def schema_of(schema: Any, name: str, left_out: list[str] | None) -> Expression:
+def schema_of(schema: Any, name: str, left_out: list[str] | None, any_order: bool = True) -> Expression:
     """Read a schema; what cannot be enforced is an error, or added to the list `left_out` if there is one."""
-    return read_schema(schema, name=name, unsupported="error" if left_out is None else "warn", left_out=left_out)
+    unsupported = "error" if left_out is None else "warn"
+    return read_schema(schema, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order)
 
 
 class CallParser:

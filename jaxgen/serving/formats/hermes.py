@@ -28,8 +28,8 @@ class Hermes(Format):
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls on lines of their own."""
         calls = choice(
-            sequence(f'"{name}", "arguments": ', arguments(name, schema, left_out))
-            for name, schema in functions.items()
+            sequence(f'"{name}", "arguments": ', expression)
+            for name, expression in arguments(functions, left_out).items()
         )
         call = sequence(f'{OPENING}\n{{"name": ', calls, f"}}\n{CLOSING}")
         return Repeat(call, 1, most, Text(b"\n"))

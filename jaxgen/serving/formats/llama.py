@@ -40,8 +40,8 @@ class Llama(Format):
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for one call; `most` is always 1."""
         calls = choice(
-            sequence(f'"{name}", "parameters": ', arguments(name, schema, left_out))
-            for name, schema in functions.items()
+            sequence(f'"{name}", "parameters": ', expression)
+            for name, expression in arguments(functions, left_out).items()
         )
         return sequence('{"name": ', calls, "}")
 

@@ -60,8 +60,8 @@ class MistralList(Format):
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for a list of calls."""
         calls = choice(
-            sequence(f'"{name}", "arguments": ', arguments(name, schema, left_out))
-            for name, schema in functions.items()
+            sequence(f'"{name}", "arguments": ', expression)
+            for name, expression in arguments(functions, left_out).items()
         )
         items = Repeat(sequence('{"name": ', calls, "}"), 1, most, Text(b", "))
         return sequence(_OPENING, choice(["", " "]), "[", items, "]")
@@ -98,7 +98,7 @@ class MistralNamed(MistralList):
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
         """Return the expression for calls, one after another."""
         calls = choice(
-            sequence(f"{name}{_ARGUMENTS}", arguments(name, schema, left_out)) for name, schema in functions.items()
+            sequence(f"{name}{_ARGUMENTS}", expression) for name, expression in arguments(functions, left_out).items()
         )
         return Repeat(sequence(_OPENING, calls), 1, most)
 
@@ -116,8 +116,8 @@ class MistralIdentified(MistralNamed):
         """Return the expression for calls with ids, one after another."""
         given = read_regex("[a-zA-Z0-9]{9}")
         calls = choice(
-            sequence(f"{name}{_ID}", given, _ARGUMENTS, arguments(name, schema, left_out))
-            for name, schema in functions.items()
+            sequence(f"{name}{_ID}", given, _ARGUMENTS, expression)
+            for name, expression in arguments(functions, left_out).items()
         )
         return Repeat(sequence(_OPENING, calls), 1, most)
 
