@@ -118,7 +118,7 @@ class Flag(Static):
     def parse(self, name: str, value: Any) -> bool:
         value = frozen(value)
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+            raise TypeError(f"{name} must be True or False, got {shown(value)}")
         return value
 
 
@@ -138,9 +138,9 @@ class StaticInteger(Static):
     def parse(self, name: str, value: Any) -> int:
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
+            raise TypeError(f"{name} must be a whole number, got {shown(value)}")
         if not self.least <= value <= INT32_MAX:
-            raise ConfigError(f"{name} must be {self.allowed} and fit into 32 bits, got {value}")
+            raise ConfigError(f"{name} must be {self.allowed} and fit into 32 bits, got {shown(value)}")
         return value
 
 
@@ -156,9 +156,9 @@ class Seconds(Kind):
     def parse(self, name: str, value: Any) -> float:
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number of seconds, got {value!r}")
+            raise TypeError(f"{name} must be a number of seconds, got {shown(value)}")
         if not 0 <= value <= sys.float_info.max:
-            raise ConfigError(f"{name} must be >= 0 seconds and finite, got {value}: leave it out for no limit")
+            raise ConfigError(f"{name} must be >= 0 seconds and finite, got {shown(value)}: leave it out for no limit")
         return value
 
 
@@ -177,7 +177,7 @@ class OneOf(Static):
     def parse(self, name: str, value: Any) -> Any:
         value = frozen(value)
         if not any(type(value) is type(known) and value == known for known in self.values):
-            raise ConfigError(f"{name} must be {self.allowed}, got {value!r}")
+            raise ConfigError(f"{name} must be {self.allowed}, got {shown(value)}")
         return value
 
 
@@ -191,7 +191,7 @@ class Layers(Static):
         if value in ("low", "high"):
             return value
         if not isinstance(value, tuple) or not all(type(layer) is int for layer in value):
-            raise TypeError(f"{name} must be 'low', 'high' or a list of layers, got {value!r}")
+            raise TypeError(f"{name} must be 'low', 'high' or a list of layers, got {shown(value)}")
         if not value or min(value) < 0:
             raise ConfigError(f"{name} must have at least one layer and no negative numbers, got {list(value)}")
         return tuple(dict.fromkeys(value))
@@ -214,10 +214,10 @@ class Text(Static):
                 continue
             if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
                 form = "a string, a list of strings, or a list with an entry per prompt, each a list of strings or None"
-                raise TypeError(f"{name} must be {form}, got {value!r}")
+                raise TypeError(f"{name} must be {form}, got {shown(value)}")
             if not strings or "" in strings:
                 remedy = "use None for a prompt without any" if several else "leave it out for no stop strings"
-                raise ConfigError(f"{name} must not be empty, got {value!r}: {remedy}")
+                raise ConfigError(f"{name} must not be empty, got {shown(value)}: {remedy}")
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -295,31 +295,31 @@ class Real(Kind):
     def parse(self, name: str, value: Any) -> Any:
         """Return a Python number, an array `[B]` of the right dtype, or the neutral value."""
         if isinstance(value, bool | str | bytes | complex | Mapping):
-            raise TypeError(f"{name} must be a number, got {value!r}")
+            raise TypeError(f"{name} must be a number, got {shown(value)}")
         if self.is_off(value):
             return self.neutral
         try:
             array: Any = value if is_tracer(value) else np.asarray(value)
         except ValueError as error:
-            raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
+            raise TypeError(f"{name} must be a number, or one per prompt, got {shown(value)}") from error
         must_be_whole = self.array_dtype is not np.float32
         whole = isinstance(value, int) or np.issubdtype(array.dtype, np.integer)
         real = "float" in array.dtype.name  # includes bfloat16, which numpy does not classify as a floating-point type
         if not whole and (must_be_whole or not real):
             kind = "a whole number" if must_be_whole else "a number"
-            raise TypeError(f"{name} must be {kind}, got {value!r}")
+            raise TypeError(f"{name} must be {kind}, got {shown(value)}")
         if array.ndim > self.per_prompt:
             shape = "one number" + (" or one per prompt, [B]" if self.per_prompt else "")
             raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
         if is_tracer(value):
             return array.astype(self.array_dtype)
         if must_be_whole and np.any((array > (limits := np.iinfo(self.array_dtype)).max) | (array < limits.min)):
-            raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
-        with np.errstate(over="ignore"):  # a value that becomes infinite is rejected below
-            array = np.asarray(np.inf) if array.dtype == object else array.astype(self.array_dtype)  # a huge int
+            raise ConfigError(f"{name} must fit into 32 bits, got {shown(value)}")
+        given, array = array, _converted(array, self.array_dtype)
         compared = (_COMPARE[sign](array, bound) for sign, bound in self._bounds.items())
         if not all(map(np.all, (np.isfinite(array), *compared))):
-            raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")
+            hint, rounded = self.hint and f" ({self.hint})", _rounded(given, array)
+            raise ConfigError(f"{name} must be {self.allowed}{hint}, got {shown(value)}{rounded}")
         if array.ndim:
             return array
         number = (int if must_be_whole else float)(value)
@@ -349,6 +349,23 @@ class Real(Kind):
     def _bounds(self) -> dict[str, float]:
         bounds = {">": self.above, ">=": self.least, "<=": self.most, "<": self.below}
         return {sign: bound for sign, bound in bounds.items() if bound is not None}
+
+
+def _converted(given: np.ndarray, dtype: type) -> np.ndarray:
+    """Convert numbers to the program's dtype. Numbers that are too large become infinite."""
+    with np.errstate(over="ignore"):
+        try:
+            return given.astype(dtype)
+        except OverflowError:  # a Python number that is too large even for a float64
+            return np.asarray(np.inf)
+
+
+def _rounded(given: np.ndarray, array: np.ndarray) -> str:
+    """Return an addition to an error text if a number in `given` became 0 or infinite in the program's dtype."""
+    with np.errstate(invalid="ignore"):
+        if np.any((array == 0) & (given != 0)):
+            return ", which is 0 in float32"
+        return ", which is too large for float32" if np.any(np.isinf(array) & (abs(given) < np.inf)) else ""
 
 
 class Integer(Real):
@@ -387,7 +404,7 @@ class DecayPair(Kind):
 
     def parse(self, name: str, value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
-            raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
+            raise ConfigError(f"{name} must be a pair, (start, factor), got {shown(value)}")
         pair = self._start.parse(f"{name}'s start", value[0]), self._factor.parse(f"{name}'s factor", value[1])
         if all(np.ndim(part) for part in pair) and len(pair[0]) != len(pair[1]):
             raise ConfigError(f"{name} must have as many starts as factors, got {len(pair[0])} and {len(pair[1])}")

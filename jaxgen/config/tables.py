@@ -14,7 +14,7 @@ import numpy as np
 from jaxgen.buckets import power_of_two
 from jaxgen.config.kinds import INT32_MAX, Kind
 from jaxgen.config.values import FrozenDict, is_array, is_tracer
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, shown
 
 _LEAST = 4  # the minimum number of entries in a table
 _LARGEST_BIAS = int(np.finfo(np.float32).max)
@@ -37,9 +37,9 @@ def depth(value: Any) -> int:
 def checked_id(name: str, token: Any, given: Any) -> int:
     """Check and return a token id; `given` is the whole value, for the error message."""
     if isinstance(token, bool) or not isinstance(token, int):
-        raise TypeError(f"{name} must contain token ids (whole numbers), got {given!r}")
+        raise TypeError(f"{name} must contain token ids (whole numbers), got {shown(given)}")
     if not 0 <= token <= INT32_MAX:
-        raise ConfigError(f"{name} must contain token ids >= 0 that fit into 32 bits, got {given!r}")
+        raise ConfigError(f"{name} must contain token ids >= 0 that fit into 32 bits, got {shown(given)}")
     return token
 
 
@@ -93,7 +93,7 @@ class TokenIds(_Table):
         padded = is_array(value)
         ids = as_lists(value)
         if depth(ids) > 2 or (depth(ids) == 2 and not all(isinstance(row, list) for row in ids)):
-            raise ConfigError(f"{name} must be one id, a list of ids, or a list of ids per prompt, got {value!r}")
+            raise ConfigError(f"{name} must be one id, a list of ids, or a list of ids per prompt, got {shown(value)}")
 
         def row(tokens: list) -> list[int]:
             return [checked_id(name, token, value) for token in tokens if not (padded and token == -1)]
@@ -130,21 +130,21 @@ class TokenSequences(_Table):
         padded = is_array(value)
         rows = as_lists(value)
         if not isinstance(rows, list) or not rows or depth(rows) not in (2, 3):
-            raise ConfigError(f"{name} must be a non-empty list of lists of ids, got {value!r}")
+            raise ConfigError(f"{name} must be a non-empty list of lists of ids, got {shown(value)}")
         if depth(rows) == 3:
             return _stacked([self._one(name, row, value, padded) for row in rows])
         return self._one(name, rows, value, padded)
 
     def _one(self, name: str, rows: Any, given: Any, padded: bool) -> tuple[tuple[int, ...], ...]:
         if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-            raise ConfigError(f"{name} must be a list of lists of ids, got {given!r}")
+            raise ConfigError(f"{name} must be a list of lists of ids, got {shown(given)}")
         if padded:
             rows = [[token for token in row if token != -1] for row in rows]
             rows = [row for row in rows if row]
         for row in rows:
             if not row or (self.width is not None and len(row) != self.width):
                 size = "at least one id" if self.width is None else f"{self.width} numbers"
-                raise ConfigError(f"{name} must contain lists of {size}, got {given!r}")
+                raise ConfigError(f"{name} must contain lists of {size}, got {shown(given)}")
         return tuple(tuple(checked_id(name, token, given) for token in row) for row in rows)
 
     def leaf(self, value: Any) -> Any:
@@ -190,13 +190,14 @@ class SequenceBias(_Table):
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:
-            raise ConfigError(f"{name} must be a non-empty dict, {{(id, ...): bias}}, got {value!r}")
+            raise ConfigError(f"{name} must be a non-empty dict, {{(id, ...): bias}}, got {shown(value)}")
         if isinstance(value, Mapping):
             return self._one(name, value.items(), value)
         if all(isinstance(item, Mapping) for item in value):
             return _biases([self._one(name, item.items(), value) for item in value])
         if not all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
-            raise ConfigError(f"{name} must be a dict {{(id, ...): bias}} or a list [[[id, ...], bias]], got {value!r}")
+            forms = "a dict {(id, ...): bias} or a list [[[id, ...], bias]]"
+            raise ConfigError(f"{name} must be {forms}, got {shown(value)}")
         return self._one(name, value, value)
 
     def _one(self, name: str, items: Any, given: Any) -> FrozenDict:
@@ -204,11 +205,11 @@ class SequenceBias(_Table):
         for ids, bias in items:
             ids = as_lists(ids)
             if not isinstance(ids, list) or not ids:
-                raise ConfigError(f"{name} must have tuples of ids as keys, with at least one id, got {given!r}")
+                raise ConfigError(f"{name} must have tuples of ids as keys, with at least one id, got {shown(given)}")
             if isinstance(bias, bool) or not isinstance(bias, int | float | np.number) or bias != bias:
-                raise TypeError(f"{name} must have numbers as biases, got {given!r}")
-            if isinstance(bias, int) and abs(bias) > _LARGEST_BIAS:
-                raise ConfigError(f"{name} must have biases that fit into float32, got {given!r}")
+                raise TypeError(f"{name} must have numbers as biases, got {shown(given)}")
+            if _LARGEST_BIAS < abs(bias) < np.inf:
+                raise ConfigError(f"{name} must have biases that fit into float32, got {shown(given)}")
             table[tuple(checked_id(name, token, given) for token in ids)] = float(bias)
         return FrozenDict(table)
 

@@ -29,6 +29,7 @@ from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stop_reasons import StopReason, failure
+from jaxgen.logits.processors import bounded
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
@@ -244,7 +245,8 @@ class Step:
     def begin(cls, run: Run, beams: Beams, logits: jax.Array, scores: jax.Array) -> Step:
         """Begin a step."""
         searches, count = beams.scores.shape
-        totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, count, -1)
+        so_far = beams.scores.reshape(-1, 1)
+        totals = jnp.where(so_far == -jnp.inf, so_far, bounded(scores + so_far, scores)).reshape(searches, count, -1)
         failed = failure(jnp.max(totals, axis=(1, 2)))
         live = beams.rows.live[::count] & (failed == StopReason.NONE)
         return cls(run, beams, logits, scores, totals, live, failed)
@@ -373,7 +375,8 @@ def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attaine
 def _divisors(run: Run, rows: Rows, length: jax.Array) -> jax.Array:
     """Raise `length int32[S]` to the power of each search's length penalty; return float32[S, 1]."""
     penalty = _length_penalty(run, rows)[:: rows.count // length.shape[0]]
-    return (jnp.maximum(length, 1).astype(jnp.float32) ** penalty)[:, None]
+    # Within these limits, no score of a beam becomes infinite, and the reciprocal that XLA multiplies with is not 0.
+    return jnp.clip(jnp.maximum(length, 1).astype(jnp.float32) ** penalty, 2.0**-100, 2.0**126)[:, None]
 
 
 def _length_penalty(run: Run, rows: Rows) -> jax.Array:

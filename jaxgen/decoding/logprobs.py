@@ -37,6 +37,9 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top
 
     The log-probabilities are 0 where `predicted bool[...]` is False.
     """
+    # The highest logit is subtracted first, because rounding a sum with a huge logit would lose the logarithm.
+    best = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    logits = logits - jnp.where(best == -jnp.inf, 0.0, best)
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total

@@ -183,6 +183,8 @@ def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
+    best = jnp.max(scores)
+    scores = scores - jnp.where(best == -jnp.inf, 0.0, best)  # noise added to huge scores would be lost to rounding
     padding = -scores.shape[0] % _BLOCK
     blocks = jnp.pad(scores, (0, padding), constant_values=-jnp.inf).reshape(-1, _BLOCK)
     block_key, place_key = jax.random.split(jax.random.fold_in(key, step))

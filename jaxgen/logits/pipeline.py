@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError
 from jax.sharding import Mesh
 
@@ -59,19 +60,21 @@ def build_transform(
     steps += _processors(AFTER_GRAMMAR, options)
     steps += [functools.partial(_checked, processor) for processor in custom]
     renormalizing = _processors(RENORMALIZE, options)
-    steps += renormalizing
     draws, samples = cfg.on("do_sample"), values.get("do_sample")
     warping = _warpers(options) if draws else []
     first_cut = int(cfg.on("temperature"))  # temperature is the first warper, and removes nothing
 
     def transform(history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        processed = scores = _apply(steps, history, scores)
+        # A score of inf would make the probabilities NaN.
+        scores = jnp.minimum(_apply(steps, history, scores), processors.LARGEST)
+        processed = scores = _apply(renormalizing, history, scores)
         if not draws or not (warping or renormalizing):
             return scores
-        # A NaN score or a traced temperature of 0 makes the whole row NaN; otherwise, warpers could remove the NaN.
+        # A NaN score or a traced temperature of 0 makes the whole row NaN; otherwise, warpers could remove the NaN. The
+        # bits are compared, because XLA replaces a temperature below float32's smallest normal number with 0.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
         if cfg.on("temperature"):
-            invalid |= ~(options.number("temperature") > 0)
+            invalid |= lax.bitcast_convert_type(options.number("temperature"), jnp.int32) <= 0
         tempered = _apply(warping[:first_cut], history, scores)
         scores = _apply(warping[first_cut:], history, tempered)
         if given is not None:
@@ -126,6 +129,8 @@ def _warper(names: tuple[str, ...], options: RowOptions, history: History, score
     more: dict[str, Any] = {"mesh": options.mesh} if name in ("top_k", "top_p", "top_k_top_p") else {}
     if options.cfg.num_beams > 1 and name not in ("temperature", "top_h"):
         more["min_tokens_to_keep"] = options.at_least(scores.shape[0])
+    if name == "temperature":
+        more["beams"] = options.cfg.num_beams
     with jax.named_scope(name):
         return getattr(warpers, name)(scores, *map(options.number, names), **more)
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxgen.logits.watermark import watermark
 from jaxgen.shapes import add, put, token_set
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from jaxgen.logits.row_options import RowOptions
 
 BANNED = -jnp.inf
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -42,7 +45,7 @@ def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) 
     """
     assert history.chosen is not None
     counts = add(jnp.zeros_like(scores), history.chosen, jnp.ones(history.chosen.shape, scores.dtype))
-    return scores - options.number("diversity_penalty") * counts
+    return bounded(scores - options.number("diversity_penalty") * counts, scores)
 
 
 def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -52,7 +55,8 @@ def encoder_repetition_penalty(scores: jax.Array, history: History, options: Row
     """
     assert history.prompt_seen is not None
     penalty = options.number("encoder_repetition_penalty")
-    return jnp.where(history.prompt_seen, jnp.where(scores < 0, scores / penalty, scores * penalty), scores)
+    penalized = jnp.where(scores < 0, divide(scores, penalty), scores * penalty)
+    return jnp.where(history.prompt_seen, bounded(penalized, scores), scores)
 
 
 def repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -62,18 +66,20 @@ def repetition_penalty(scores: jax.Array, history: History, options: RowOptions)
     """
     assert history.seen is not None
     penalty = options.number("repetition_penalty")
-    return jnp.where(history.seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+    penalized = jnp.where(scores < 0, scores * penalty, divide(scores, penalty))
+    return jnp.where(history.seen, bounded(penalized, scores), scores)
 
 
 def frequency_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Subtract the penalty from a token's score for each time it was generated, as in OpenAI's API."""
-    return scores - options.number("frequency_penalty") * generated_counts(history, scores.shape[1])
+    counts = generated_counts(history, scores.shape[1])
+    return bounded(scores - options.number("frequency_penalty") * counts, scores)
 
 
 def presence_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Subtract the penalty from the score of every token that was generated, as in OpenAI's API."""
     generated = generated_counts(history, scores.shape[1]) > 0
-    return jnp.where(generated, scores - options.number("presence_penalty"), scores)
+    return jnp.where(generated, bounded(scores - options.number("presence_penalty"), scores), scores)
 
 
 def no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -136,14 +142,14 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Add `|score| * (factor ** over - 1)` to eos scores in rows with more than `start` generated tokens.
 
-    `ExponentialDecayLengthPenalty`, with a fix from later releases: only finite values are added, so a banned token
-    stays banned. The exponent `over` is the number of generated tokens minus `start`.
+    `ExponentialDecayLengthPenalty`, with a fix from later releases: a banned token stays banned. The exponent `over` is
+    the number of generated tokens minus `start`.
     """
     start, factor = (x[:, None] for x in options.values["exponential_decay_length_penalty"])
     over = history.step[:, None] - start
-    added = jnp.abs(scores) * (factor ** over.astype(jnp.float32) - 1)
-    raised = options.eos(scores.shape[0]) & (over > 0) & jnp.isfinite(added)
-    return jnp.where(raised, scores + added, scores)
+    power = jnp.minimum(factor ** over.astype(jnp.float32), LARGEST)
+    raised = options.eos(scores.shape[0]) & (over > 0)
+    return jnp.where(raised, bounded(scores + jnp.abs(scores) * (power - 1), scores), scores)
 
 
 def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -169,7 +175,9 @@ def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions)
 def watermarking_config(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Raise the scores of green tokens: `WatermarkLogitsProcessor`; see `jaxgen.logits.watermark`."""
     config = options.cfg.watermarking_config
-    return watermark(scores, history.last(config.context_width), config)
+    if config.context_width > history.ids.shape[1]:  # no row can have so many tokens
+        return scores
+    return bounded(watermark(scores, history.last(config.context_width), config), scores)
 
 
 def renormalize_logits(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -193,7 +201,30 @@ def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
     """
     cond, uncond = log_softmax(cond), log_softmax(uncond)
     untouched = (scale == 1) | (cond == BANNED) | (uncond == BANNED)
-    return jnp.where(untouched, cond, scale * (cond - uncond) + uncond)
+    return jnp.where(untouched, cond, bounded(scale * (cond - uncond) + uncond, cond))
+
+
+def bounded(changed: jax.Array, scores: jax.Array) -> jax.Array:
+    """Return `changed`, the result of arithmetic on `scores`, without overflow: finite scores stay finite.
+
+    A score that is not finite, such as that of a banned token, is left unchanged.
+    """
+    return jnp.where(jnp.isfinite(scores), jnp.clip(changed, -LARGEST, LARGEST), scores)
+
+
+def divide(scores: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `scores / value float32[rows, 1]`, rounded once. The value must be positive; banned tokens stay banned.
+
+    XLA would replace division by a broadcast array with multiplication by the reciprocal, which rounds twice. For a
+    value above 8.5e37, the reciprocal is 0, and -inf would become NaN. Division by the result of a `where` is kept.
+
+    On a CPU, XLA's float32 has no numbers between 0 and 2**-126. Values in this range are computed from their bits, as
+    multiples of 2**-149, and multiplied by 2**23, like the scores.
+    """
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    is_small = bits < 2**23
+    value = jnp.where(is_small, bits.astype(jnp.float32) * 2.0**-126, value)
+    return scores * jnp.where(is_small, 2.0**23, 1.0) / jnp.where(scores == BANNED, 1.0, value)
 
 
 def log_softmax(scores: jax.Array) -> jax.Array:
@@ -238,10 +269,11 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
 
 def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
     """Ban each token that would repeat an n-gram of the row's first `end int32[rows]` tokens."""
-    ids, last = history.ids, history.last(n - 1)
+    ids = history.ids
     starts = ids.shape[1] - n + 1
     if starts <= 0:
         return scores
+    last = history.last(n - 1)
     follows = jnp.arange(n - 1, ids.shape[1], dtype=jnp.int32)[None, :] < end[:, None]
     for offset in range(n - 1):
         follows &= ids[:, offset : offset + starts] == last[:, offset : offset + 1]

@@ -22,13 +22,20 @@ from jaxgen.logits.order_statistics import (
     last_of,
     ordered_bits,
 )
-from jaxgen.logits.processors import BANNED
+from jaxgen.logits.processors import BANNED, bounded, divide
 from jaxgen.shapes import put
 
 
-def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `scores / value`: `TemperatureLogitsWarper`. A value below 1e-30 counts as 1e-30, to avoid overflow."""
-    return scores / jnp.maximum(value, 1e-30)
+def temperature(scores: jax.Array, value: jax.Array, beams: int = 1) -> jax.Array:
+    """Return `scores / value`: `TemperatureLogitsWarper`.
+
+    If a row's highest score would overflow, the row is first shifted so that this score is 0, which does not change the
+    distribution. In that case, all of the `beams` rows of a search are shifted, so that their scores can be compared.
+    """
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    overflows = jnp.isfinite(best) & jnp.isinf(divide(best, value))
+    overflows = jnp.repeat(jnp.any(overflows.reshape(-1, beams), axis=-1), beams)[:, None]
+    return bounded(divide(jnp.where(overflows, scores - best, scores), value), scores)
 
 
 def top_k(

@@ -319,6 +319,25 @@ def test_new_values_compile_nothing():
 
 
 @pytest.mark.slow
+def test_numbers_at_their_bounds():
+    """Without eos ids, all beams have the same length, so the length penalty does not change their order."""
+    largest = float(np.finfo(np.float32).max)
+    penalties = [1e-45, 100.0, -100.0, largest, -largest]
+    prompts = [PROMPTS[0]] * len(penalties)
+    usual = [tokens for tokens, _ in rows_of(run(CFG, prompts[:1]))]
+    out = run(CFG.replace(length_penalty=penalties), prompts)
+    assert np.isfinite(out.sequences_scores).all()
+    assert [tokens for tokens, _ in rows_of(out)] == usual * len(penalties)
+    ids, mask = left_pad(prompts)
+    for name in ("repetition_penalty", "temperature"):
+        fields = {name: [1e-45, 1e-38, 1e-30, 3.4e38, largest], "do_sample": name == "temperature", "top_k": 0}
+        key = jax.random.key(0) if name == "temperature" else None
+        out = generate(PARAMS, ids, key, CFG.replace(**fields), attention_mask=mask)
+        assert np.isfinite(out.sequences_scores).all()
+        assert np.all(np.asarray(out.stop_reasons) == StopReason.LENGTH)
+
+
+@pytest.mark.slow
 def test_beam_sampling_draws_without_replacement():
     """One step draws four distinct tokens and returns the best two. Compare 2,000 results with the probabilities."""
     model = model_config(vocab_size=9)

@@ -116,6 +116,7 @@ def test_sequence_biases_of_each_row(scores, ids, length, biases):
 @given(SCORES, IDS, LENGTHS, BIASES.filter(len))
 def test_the_option_sequence_bias(scores, ids, length, biases):
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
+    expected = np.minimum(expected, np.finfo(np.float32).max)  # an infinite score would make the probabilities NaN
     same(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
 
 
@@ -400,11 +401,12 @@ def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
     same(out, expected)
 
 
-def test_a_decay_beyond_float32_is_not_added():
+def test_a_decay_beyond_float32_raises_scores_to_the_largest_number():
     scores = np.asarray([[1.0, -1.0, BANNED, 0.0]], np.float32)
     history = history_of([[0]], [1001], [1], vocab=4)
     out = process(scores, history, exponential_decay_length_penalty=(0, 2.0), eos_token_id=[0, 1, 2, 3])
-    assert out.tolist() == scores.tolist()
+    largest = float(np.finfo(np.float32).max)
+    assert out.tolist() == [[largest, largest, BANNED, 0.0]]
 
 
 @check(max_examples=30)

@@ -306,6 +306,18 @@ def test_a_seed_gives_the_same_tokens_under_load_in_bfloat16():
         test_a_seed_gives_the_same_tokens_under_load(http)
 
 
+def test_numbers_at_their_bounds(http):
+    """A tiny temperature means the most likely token. A grammar bans most tokens, and divided scores stay banned."""
+    fields = {"prompt": "Once", "max_tokens": 8, "seed": 1}
+    [greedy] = complete(http, **fields, temperature=0)["choices"]
+    for temperature in (1e-45, 1e-38, 1e-30):
+        assert complete(http, **fields, temperature=temperature)["choices"] == [greedy]
+    for name in ("temperature", "repetition_penalty", "frequency_penalty"):
+        for number in (1e-38, 3.4e38):
+            [choice] = complete(http, **fields, **{name: number}, guided_regex="a{8}")["choices"]
+            assert choice["text"] == "a" * 8
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -317,6 +329,9 @@ def test_a_seed_gives_the_same_tokens_under_load_in_bfloat16():
         ({"stream_options": {"chunk": 1}, "stream": True}, "stream_options.chunk is not supported"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature: expected"),
+        ({"temperature": 1e-46}, "got 1e-46, which is 0 in float32"),
+        ({"repetition_penalty": 1e39}, "got 1e+39, which is too large for float32"),
+        ({"top_k": 10**40}, "top_k must fit into 32 bits, got a number of 133 bits"),
         ({"top_p": 2}, "top_p"),
         ({"top_k": -5}, "top_k"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
