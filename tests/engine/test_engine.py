@@ -21,8 +21,9 @@ from jaxgen import (
     shard_params,
 )
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many import generate_many
-from jaxgen.engine.results import EngineClosed, QueueFull
+from jaxgen.engine.results import QueueFull
 from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of

@@ -16,15 +16,20 @@ from tests.support.models import model_config
 CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)
 
 
-def schedule(places: int = 4, arrivals: int = 2, states: int = 12) -> Schedule:
+def schedule(places: int = 4, slots: int = 2, states: int = 12) -> Schedule:
     form = Form(CFG, None, 8)
     tables = {"allowed": GrammarTable(VOCAB, Capacity(states, 1024, 64, 8))}
-    return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
+    return Schedule(form, tables, places, slots, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 
 def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
     prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
     return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
+
+
+def add(plan: Schedule, *flights: Flight) -> None:
+    for each in flights:
+        plan.waiting.add(each)
 
 
 def packed(waiting: int, *entries: tuple[int, int, int, int]) -> np.ndarray:
@@ -39,11 +44,11 @@ def sent(plan: Schedule) -> list[int]:
 
 def test_prompts_are_sent_in_order_while_there_are_places():
     plan = schedule()
-    plan.waiting.extend(flight(plan, n) for n in range(7))
+    add(plan, *(flight(plan, n) for n in range(7)))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
     assert sent(plan) == []  # the device reported two waiting prompts, and two have been sent since
-    list(plan.read(packed(3)))
+    list(plan.read(packed(3, (0, 0, 5, 0))))
     assert sent(plan) == [4]
 
 
@@ -51,7 +56,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
     plan = schedule()
     assert plan.arrivals() is None
     one, two = flight(plan, 0, n=2), flight(plan, 1)
-    plan.waiting.extend([one, two])
+    add(plan, one, two)
     plan.arrivals()
     eos = StopReason.EOS
     told = list(
@@ -72,7 +77,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
 def test_a_cancelled_prompt_gets_no_more_entries():
     plan = schedule()
     one, two, three = (flight(plan, n) for n in range(3))
-    plan.waiting.extend([one, two, three])
+    add(plan, one, two, three)
     plan.arrivals()
     plan.cancel(two)
     plan.cancel(three)
@@ -85,9 +90,9 @@ def test_a_cancelled_prompt_gets_no_more_entries():
 
 
 def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
-    plan = schedule(places=9, arrivals=9)
+    plan = schedule(places=9, slots=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
-    plan.waiting.extend(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None]))
+    add(plan, *(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
     assert sent(plan) == [0, 1, 5]  # no grammar overtakes another, or some would wait forever
     for expected in ([2], [3, 4]):
         ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
@@ -125,7 +130,7 @@ def test_a_chunk_takes_at_least_a_tenth_of_a_second():
 def test_counts():
     plan = schedule()
     assert plan.counts == (0, 0, 0, 0, 0)
-    plan.waiting.extend([flight(plan, 0, n=2), flight(plan, 1)])
+    add(plan, flight(plan, 0, n=2), flight(plan, 1))
     plan.arrivals()
     happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
     happened[0, 2] = 4
