@@ -49,6 +49,7 @@ class Runner:
         warming: True if a chunk must run even if there are no prompts.
         in_flight: True while a chunk is running.
         has_ended: True after the thread's last chunk.
+        is_exiting: True once the interpreter exits.
         error: the exception that ended the thread, or None.
         home: the thread and its process.
     """
@@ -70,7 +71,7 @@ class Runner:
         self._pace = Pace(STEPS)
         self._told: list[Flight] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
-        self.paused = self.in_flight = self.warming = self._is_exiting = False
+        self.paused = self.in_flight = self.warming = self.is_exiting = False
         self.error: BaseException | None = None
         self._engine = weakref.ref(engine)
         self._thread = threading.Thread(target=self._run, name="jaxgen engine", daemon=True)
@@ -97,7 +98,7 @@ class Runner:
         """End the thread after its current chunk, because the interpreter is about to exit."""
         if self.home.is_this_process:
             with self.changed:
-                self._is_exiting = True
+                self.is_exiting = True
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self.has_ended or self._told)
             self._thread.join(_LISTENERS)
@@ -171,7 +172,7 @@ class Runner:
     def _lead(self) -> None:
         """Run chunks while there is something to do. Each chunk starts before the previous chunk's results are read."""
         running: tuple[jax.Array, int, float] | None = None
-        while running is not None or ((self._can_start or self.is_open) and not self._is_exiting):
+        while running is not None or ((self._can_start or self.is_open) and not self.is_exiting):
             plan = self._next_plan(running is not None)
             started = None
             if plan is not None:
@@ -193,12 +194,12 @@ class Runner:
             self.in_flight = is_running
             self.changed.notify_all()
             self.changed.wait_for(
-                lambda: is_running or self._can_start or not self.is_open or self._is_exiting, timeout=_PULSE
+                lambda: is_running or self._can_start or not self.is_open or self.is_exiting, timeout=_PULSE
             )
             if self._engine() is None:  # nobody can close the engine, or resume it
                 self.is_open = self.paused = self.schedule.holds = False
             plan = None
-            if self._can_start and not self._is_exiting:
+            if self._can_start and not self.is_exiting:
                 plan = Plan(Step.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
             self.in_flight = is_running or plan is not None
             self.warming = False

@@ -1,5 +1,7 @@
 """The schedule, without a device: which prompts are sent when, and which events their owners get."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,95 @@ def test_prompts_are_sent_in_order_while_there_are_places():
     assert sent(plan) == [4]
 
 
+class Device:
+    """The slots of a device without a model. `length` returns the number of tokens of a sequence."""
+
+    def __init__(self, slots: int, length):
+        self.slots: list[list[int] | None] = [None] * slots
+        self.length, self.queue, self.steps = length, collections.deque(), 0
+
+    def chunk(self, arrivals) -> np.ndarray:
+        """Take 8 steps, and return the journal."""
+        if arrivals is not None:
+            for number, sequences in zip(arrivals.number.tolist(), arrivals.sequences.tolist(), strict=True):
+                self.queue.extend((number, sequence) for sequence in range(sequences))
+        told: list[tuple[int, int, int, int]] = []
+        for _ in range(8):
+            self.steps += 1
+            for slot in range(len(self.slots)):
+                if self.slots[slot] is None and self.queue:
+                    number, sequence = self.queue.popleft()
+                    self.slots[slot] = [number, sequence, self.length(number, sequence)]
+                if (row := self.slots[slot]) is not None:
+                    row[2] -= 1
+                    told.append((row[0], row[1], 5, 0 if row[2] else StopReason.EOS))
+                    if not row[2]:
+                        self.slots[slot] = None
+        journal = packed(len({number for number, _ in self.queue}), *told)
+        journal[0, 2] = self.steps
+        return journal
+
+
+LENGTHS = {
+    "always 5": lambda rng: 5,
+    "always 17": lambda rng: 17,
+    "1 to 20": lambda rng: int(rng.integers(1, 21)),
+    "1 to 200": lambda rng: int(rng.integers(1, 201)),
+    "often short": lambda rng: int(rng.geometric(1 / 8)),
+}
+
+
+def steps_and_waiting(kind: str, copies: int, is_limited: bool) -> tuple[int, int, int]:
+    """Return the steps for 600 sequences, and the most that waited on the device and that began in a chunk."""
+    rng, lengths = np.random.default_rng(0), {}
+    device = Device(8, lambda *key: lengths.setdefault(key, LENGTHS[kind](rng)))
+    plan = schedule(places=16, slots=8)
+    if not is_limited:
+        plan._space = lambda: 10**9
+    add(plan, *(flight(plan, number, n=copies) for number in range(600 // copies)))
+    running, most, most_begun = None, 0, 0
+    while running is not None or not plan.idle:
+        started = None
+        if not plan.idle:
+            started = device.chunk(plan.arrivals())  # before the journal of the previous chunk is read, as in an engine
+            most = max(most, len(device.queue))
+        if running is not None:
+            begun = plan._begun
+            list(plan.read(running))
+            most_begun = max(most_begun, plan._begun - begun)
+        running = started
+    return device.steps, most, most_begun
+
+
+@pytest.mark.parametrize("copies", [1, 4, 60])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_few_sequences_wait_on_the_device_and_no_slot_waits_for_a_prompt(kind, copies):
+    steps, most, begun = steps_and_waiting(kind, copies, is_limited=True)
+    unlimited, many, _ = steps_and_waiting(kind, copies, is_limited=False)
+    assert steps <= unlimited + 8
+    assert most <= 8 + 2 * begun + copies
+    assert most < many or copies == 1
+
+
+def test_a_prompt_that_arrives_late_waits_for_one_prompt_of_another_group():
+    plan = schedule(places=16, slots=8)
+    add(plan, *(flight(plan, number, n=60) for number in range(20)))
+    device, running, after = Device(8, lambda *_: 30), None, 0
+    late = flight(plan, 100)
+    late.group = "late"
+    for number in range(10**3):
+        if number == 40:
+            add(plan, late)
+            before = device.steps
+        running, journal = device.chunk(plan.arrivals()), running
+        if journal is not None:
+            list(plan.read(journal))
+        if late.begun:
+            after = device.steps
+            break
+    assert 0 < after - before <= (60 + 3 * 8) * 30 / 8 + 3 * 8  # otherwise, 20 * 60 sequences come before it
+
+
 def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last():
     plan = schedule()
     assert plan.arrivals() is None
@@ -98,6 +189,27 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
         ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
         list(plan.read(packed(0, *ends)))
         assert sent(plan) == expected
+
+
+def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served():
+    plan = schedule(places=9, slots=9, states=12)
+    plain, first, large, other = (
+        flight(plan, number, automaton)
+        for number, automaton in enumerate([None, grammar("[a-c]{1,4}"), grammar("[d-f]{1,8}"), grammar("y")])
+    )
+    add(plan, first, large, plain)
+    assert sent(plan) == [1, 0]
+    other.group = "b"
+    add(plan, other)
+    assert sent(plan) == []  # the grammar of b is small, and b has the turn, but the large grammar waited first
+    list(plan.read(packed(0, (first.number, 0, 5, StopReason.EOS))))
+    assert sent(plan) == [2, 3]
+    list(plan.read(packed(0, (other.number, 0, 5, StopReason.EOS))))
+    blocked, behind = flight(plan, 4, grammar("[d-f]{1,9}")), flight(plan, 5, grammar("z"))
+    add(plan, blocked, behind)
+    assert sent(plan) == []
+    plan.cancel(blocked)
+    assert sent(plan) == [5]
 
 
 @pytest.mark.parametrize(
