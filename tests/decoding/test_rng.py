@@ -1,7 +1,6 @@
 """Seeds: all 64 bits count, as in jax with x64."""
 
 import jax
-import numpy as np
 import pytest
 
 from jaxgen import InputError

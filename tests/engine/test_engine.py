@@ -359,6 +359,24 @@ def test_an_exception_of_a_callback_ends_its_prompt_alone(engine):
     assert good.result(60)[0].tokens
 
 
+def test_groups_take_turns(engine):
+    engine.pause()
+    many = [engine.submit([50, 60], n=30, group="many", eos_token_id=None) for _ in range(12)]
+    more = [engine.submit([50, 61], group="more", eos_token_id=None) for _ in range(3)]
+    assert engine.free_places == 1024 - 15
+    engine.resume()
+    assert all(handle.result(60) for handle in more)
+    assert sum(handle.done for handle in many) <= 2
+    engine.submit([50, 61], group="late", eos_token_id=None).result(60)
+    assert sum(handle.done for handle in many) <= 5
+    for handle in many:
+        handle.cancel()
+    with pytest.raises(TypeError, match="unhashable"):
+        engine.submit([50], group=[])
+    assert engine.submit([50]).result(60)
+    assert engine.free_places == 1024
+
+
 def test_a_pause_new_weights_and_versions(engine):
     prompt = {"ids": [50, 60, 70], "index": 3}
     before = engine.submit(prompt).result(60)
