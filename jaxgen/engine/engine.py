@@ -344,7 +344,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # A fork leaves the block without an error and without closing the engine. When the interpreter exits, the thread
-        # has ended before blocks in generators are left.
+        # A fork leaves the block without an error and without closing the engine. When the interpreter exits, the
+        # thread has ended before blocks in generators are left.
         if not self._runner.is_exiting and self._home.is_this_process:
             self.close(drain=error is None)
