@@ -15,8 +15,9 @@ _NAMES = {
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stop_reasons": "StopReason",
     "engine.engine": "Engine",
+    "engine.home": "EngineClosed",
     "engine.many": "generate_many",
-    "engine.results": "Completion EngineClosed Event Handle QueueFull",
+    "engine.results": "Completion Event Handle QueueFull",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "export.engine": "export_engine",
     "export.file": "ExportedPrograms",
@@ -69,10 +70,10 @@ if TYPE_CHECKING:
     from jaxgen.decoding.logprobs import LogProbs as LogProbs
     from jaxgen.decoding.stop_reasons import StopReason as StopReason
     from jaxgen.engine.engine import Engine as Engine
+    from jaxgen.engine.home import EngineClosed as EngineClosed
     from jaxgen.engine.many import generate_many as generate_many
     from jaxgen.engine.results import (
         Completion as Completion,
-        EngineClosed as EngineClosed,
         Event as Event,
         Handle as Handle,
         QueueFull as QueueFull,

@@ -76,14 +76,14 @@ def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
     return f": did you mean {near[0]}?" if near else otherwise
 
 
-def whole(text: str, least: int = 1 - 2**31) -> int:
-    """Parse an integer in the range `least` to 2**31 - 1."""
+def whole(text: str, least: int = 1 - 2**31, bits: int = 31) -> int:
+    """Parse an integer in the range `least` to 2**bits - 1."""
     try:
         value = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
-    if abs(value) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be below 2**31")
+    if abs(value) >= 2**bits:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be below 2**{bits}")
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
     return value
@@ -201,8 +201,8 @@ def json_value(text: str) -> Any:
 
 
 def seed(text: str) -> int | None:
-    """Parse a seed. Return None for "random"."""
-    return None if text == "random" else natural(text)
+    """Parse a seed; see `seed_words`. Return None for "random"."""
+    return None if text == "random" else whole(text, least=-(2**63), bits=64)
 
 
 def positive(text: str) -> float:

@@ -14,7 +14,7 @@ from jaxgen.cli.input_file import Line, line_errors
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
-from jaxgen.decoding.rng import folded
+from jaxgen.decoding.rng import folded, seed_words
 from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
 from jaxgen.engine.tables import grammar_sizes
@@ -143,5 +143,5 @@ def keys_of(lines: Sequence[Line], key: jax.Array) -> jax.Array:
     data: Any = np.array(jax.random.key_data(folded(key, indices)))
     for place, line in enumerate(lines):
         if "seed" in line.fields:
-            data[place] = 0, line.fields["seed"]
+            data[place] = seed_words(line.fields["seed"])
     return jax.random.wrap_key_data(data, impl=KEY_IMPL)

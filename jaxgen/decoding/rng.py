@@ -11,14 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.errors import check_whole
 
-def seed_key(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed, impl="threefry2x32")`, which itself would compile two programs.
+_LOWER = 2**32 - 1
+_REPEATS = {"rbg": 2, "unsafe_rbg": 2}  # how often the key's data repeats the seed, by implementation
 
-    Whatever jax's default is, a seed means the same everywhere. `seed` must be below 2**32.
+
+def seed_words(seed: int) -> np.ndarray:
+    """Return the data of `jax.random.key(seed, impl="threefry2x32")`, uint32[2]: the two halves of the 64-bit seed.
+
+    jax itself reads more than the lower half only if `jax_enable_x64` is set. Here, a seed means the same everywhere.
+    Raise an error if `seed` is not from -2**63 to 2**64 - 1. Like jax, take a negative seed as `2**64 + seed`.
     """
-    words: Any = np.array([0, seed], np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
+    seed = check_whole("seed", seed, -(2**63), 2**64 - 1)
+    return np.array([seed >> 32 & _LOWER, seed & _LOWER], np.uint32)
+
+
+def seed_key(seed: int, impl: str = "threefry2x32") -> jax.Array:
+    """Return `jax.random.key(seed, impl=impl)` for all 64 bits of a seed. jax itself would compile two programs."""
+    words: Any = np.tile(seed_words(seed), _REPEATS.get(impl, 1))
+    return jax.random.wrap_key_data(words, impl=impl)
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:

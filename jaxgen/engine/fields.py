@@ -8,8 +8,6 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
-
 from jaxgen.config.availability import check_options
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
@@ -24,7 +22,7 @@ GRAMMARS = ("json_schema", "regex", "allowed")
 FIELDS = (*SOURCES, "index", "n", "seed", "key", *GRAMMARS, "unsupported", "metadata")
 # Options of a prompt that are not values in the compiled program.
 OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
-LARGEST_INDEX = LARGEST_SEED = 2**32 - 1  # fold_in reads 32 bits
+LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 _CLOSE = 0.82  # `difflib`'s ratio from which a name is a misspelling
 _COMPILED = 64  # maximum number of cached grammars
 # Warpers that never remove the most likely token.
@@ -150,8 +148,7 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
     if "n" in fields:
         fields["num_return_sequences"] = fields.pop("n")
     if "seed" in fields:
-        seed = check_whole("seed", fields.pop("seed"), 0, LARGEST_SEED)
-        fields["key"] = seed_key(seed) if key_impl in (None, "threefry2x32") else jax.random.key(seed, impl=key_impl)
+        fields["key"] = seed_key(fields.pop("seed"), key_impl or "threefry2x32")
     if "unsupported" in fields and "json_schema" not in fields:
         raise InputError("unsupported is about keywords of a json_schema: pass that too, or leave it out")
     unsupported = fields.pop("unsupported", "error")

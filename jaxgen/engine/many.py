@@ -15,7 +15,8 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.fields import as_fields, refuse_unknown
-from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
+from jaxgen.engine.home import EngineClosed
+from jaxgen.engine.results import Completion, Event, Handle
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.progress import progress_bar
 from jaxgen.text.tokenizer import Tokenizer
@@ -123,6 +124,7 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
             happened.put((place, news.sequence))
 
     def next_one() -> tuple[int, Completion, bool]:
+        engine.check_process()
         place, number = happened.get()
         handle, left = running[place]
         if handle.failure is not None:

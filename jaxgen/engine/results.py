@@ -14,9 +14,12 @@ import numpy as np
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import FAILURES, StopReason
 from jaxgen.engine.forms import Prompt
-from jaxgen.errors import InputError, JaxgenError
+from jaxgen.engine.home import Home, waits
+from jaxgen.errors import JaxgenError
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
+
+_NEXT = "the iterator of a handle"  # in error messages
 
 
 class Event(NamedTuple):
@@ -74,10 +77,6 @@ class QueueFull(JaxgenError):
     """Too many prompts are waiting. Submit the prompt again later, or with a timeout."""
 
 
-class EngineClosed(JaxgenError):
-    """The engine is closed, or was closed before the prompt was answered."""
-
-
 @dataclasses.dataclass
 class _Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -103,15 +102,15 @@ class Handle:
         tokenizer: Tokenizer | None,
         listener: Callable[[Event], object] | None,
         cancel: Callable[[], object],
-        thread: threading.Thread,
+        home: Home,
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
-        self._thread = thread  # the engine's thread
+        self._home = home
         self._sequences = [_Sequence() for _ in range(prompt.sequences)]
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._telling = 0  # the number of listener calls in progress
+        self._telling: list[int] = []  # the thread of each call of the listener that is in progress
         self._has_ended = False
         self.failure: BaseException | None = None
         self.cached_tokens = 0
@@ -133,6 +132,7 @@ class Handle:
 
     def cancel(self) -> None:
         """Cancel the prompt. Its sequences end with `StopReason.CANCELLED` and keep the tokens generated so far."""
+        self._home.check()
         self._cancel()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
@@ -143,17 +143,28 @@ class Handle:
 
         Raises:
             TimeoutError: the sequences did not end in time; they keep running.
-            EngineClosed: the engine was closed before the sequences ended.
+            EngineClosed: the engine was closed before the sequences ended; or this is a fork of its process.
             InputError: this method was called in `on_event` before the sequences ended, which would cause a deadlock.
         """
-        if threading.current_thread() is self._thread and not self.done:
-            raise InputError("result waits for the engine, so on_event must not call it: call it from another thread")
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")
-            if self.failure is not None:
-                raise self.failure
+        if not self._wait("result", lambda: self.done, timeout):
+            raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")
+        if self.failure is not None:
+            raise self.failure
         return self.completions()
+
+    def _wait(self, name: str, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `ready` returns True, and return True; return False after `timeout` seconds."""
+        if ready():
+            return True
+        self._check_wait(name)
+        with self._changed:
+            return self._changed.wait_for(ready, timeout)
+
+    def _check_wait(self, name: str) -> None:
+        """Raise an error if the current thread cannot wait for the prompt; `name` is the name of the call."""
+        self._home.check_wait(name)
+        if threading.get_ident() in self._telling:  # a thread that cancels the prompt also calls the listener
+            raise waits(name)
 
     def completions(self) -> list[Completion]:
         """Return the sequences in their current state. Sequences that have not ended have `StopReason.NONE`."""
@@ -178,16 +189,18 @@ class Handle:
         )
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events until all sequences have ended. If the prompt fails, raise `failure`."""
+        """Yield events until all sequences have ended. If the prompt fails, raise `failure`.
+
+        In `on_event`, the events so far are yielded, and then an `InputError` is raised, to avoid a deadlock.
+        """
         reader, seen = EventReader(self._tokenizer), 0
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda seen=seen: len(self._events) > seen or self.done)
-                new, done = self._events[seen:], self.done
+            self._wait(_NEXT, lambda seen=seen: len(self._events) > seen or self.done)
+            done, new = self.done, self._events[seen:]  # in this order, because an event comes before the end
             seen += len(new)
             for event in new:
                 yield reader.read(event)
-            if done and seen == len(self._events):
+            if done:
                 break
         if self.failure is not None:
             raise self.failure
@@ -196,23 +209,26 @@ class Handle:
         """Yield the same events as the synchronous iteration."""
         reader, seen = EventReader(self._tokenizer), 0
         waiter = asyncio.get_running_loop(), asyncio.Event()
-        with self._changed:
-            self._waiters.add(waiter)
+        if not self.done:
+            self._home.check()
+            with self._changed:
+                self._waiters.add(waiter)
         try:
             while True:
                 waiter[1].clear()
-                with self._changed:
-                    new, done = self._events[seen:], self.done
+                done, new = self.done, self._events[seen:]
                 seen += len(new)
                 for event in new:
                     yield reader.read(event)
-                if done and seen == len(self._events):
+                if done:
                     break
                 if not new:
+                    self._check_wait(_NEXT)
                     await waiter[1].wait()
         finally:
-            with self._changed:
-                self._waiters.discard(waiter)
+            if waiter in self._waiters:
+                with self._changed:
+                    self._waiters.discard(waiter)
         if self.failure is not None:
             raise self.failure
 
@@ -236,27 +252,31 @@ class Handle:
             sequence.versions += dict.fromkeys(v for v in versions if tokens and v not in sequence.versions)
             news = Event(number, tokens, "", reason, None if rest is None else _logprobs([rest], self._prompt))
             self._events.append(news)
-            self._telling += 1
+            self._telling.append(threading.get_ident())
         self._tell(news)
         with self._changed:
-            self._telling -= 1
+            self._telling.remove(threading.get_ident())
             # The last sequences begin last, so this usually ends at once.
             self._has_ended = not self._telling and all(sequence.reason for sequence in reversed(self._sequences))
             self._wake()
 
     def _end(self, reason: StopReason) -> None:
-        """End the sequences that have not ended."""
+        """End the sequences that have not ended. Called by the engine."""
         for number, sequence in enumerate(self._sequences):
             if not sequence.reason:
                 self._add(number, [], reason)
 
-    def _fail(self, error: BaseException) -> None:
-        """Make the prompt fail with `error`. The listener receives one `Event` without tokens or a stop reason."""
+    def _fail(self, error: BaseException) -> bool:
+        """Make the prompt fail with `error`. Return False if it has already ended. Called by the engine."""
         with self._changed:
             if self.done:
-                return
+                return False
             self.failure = error
             self._wake()
+            return True
+
+    def _tell_failure(self) -> None:
+        """Send the listener an `Event` without tokens or a stop reason, which says that the prompt has failed."""
         self._tell(Event(0, [], "", StopReason.NONE))
 
     def _tell(self, event: Event) -> None:

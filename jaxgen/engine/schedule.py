@@ -17,6 +17,7 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
+from jaxgen.engine.waiting import Waiting
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
@@ -27,6 +28,7 @@ class Flight:
 
     Attributes:
         owner: the recipient of the prompt's results.
+        group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
         remaining: the number of the prompt's sequences that have not ended.
@@ -40,6 +42,7 @@ class Flight:
     prompt: Prompt
     owner: Any
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
+    group: Hashable = None
     number: int = NOBODY
     remaining: int = 0
     chunks: list[bytes] | None = None
@@ -49,7 +52,12 @@ class Flight:
     version: int = 0
 
     def __post_init__(self):
-        self.remaining = self.prompt.sequences
+        self.remaining = self.sequences
+
+    @property
+    def sequences(self) -> int:
+        """The number of the prompt's sequences."""
+        return self.prompt.sequences
 
 
 class Counts(NamedTuple):
@@ -89,19 +97,21 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The prompts of an engine, in the order of their arrival.
+    """The prompts of an engine: those that wait, and those that have been sent to the device.
 
     Args:
         form: the options that prompts may set, with their defaults.
         tables: the tables of automata, by name.
         places: the maximum number of prompts waiting on the device.
-        arrivals: the maximum number of prompts sent with a chunk.
+        slots: the number of slots, which is also the maximum number of prompts sent with a chunk.
         key: the data of the engine's key.
         prefixes: the index of the prefix store.
 
     Attributes:
         version: the version of the current weights.
         holds: if True, waiting prompts are not sent.
+        waiting: the prompts that have not been sent.
+        flying: the prompts that have been sent and have not ended, by number.
     """
 
     def __init__(
@@ -109,18 +119,25 @@ class Schedule:
         form: Form,
         tables: dict[str, Table],
         places: int,
-        arrivals: int,
+        slots: int,
         key: np.ndarray,
         prefixes: Prefixes,
     ):
-        self.form, self.tables, self.places, self.most, self.key = form, tables, places, arrivals, key
+        self.form, self.tables, self.places, self.slots, self.key = form, tables, places, slots, key
         self.prefixes, self.version, self.holds = prefixes, 0, False
-        self.waiting: collections.deque[Flight] = collections.deque()
+        self.waiting: Waiting[Flight] = Waiting()
         self.flying: dict[int, Flight] = {}
+        # The prompts for which a table had no space, oldest first, with the names of the tables. While a prompt waits
+        # for space in a table, younger prompts that need this table wait too, even if their automata are already in the
+        # table. Otherwise, the prompt might wait forever.
+        self._blocked: dict[Flight, str] = {}
         self._numbers = itertools.cycle(range(2**31 - 1))  # stored as int32 on the device
         self._cancelled: collections.deque[Flight] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # number of prompts waiting on the device at the end of the most recently read chunk
+        # The number of sequences that began in each of the latest chunks. If no prompt was left in the queue at the end
+        # of a chunk, more could have begun, so the number is at least that of the slots.
+        self._begins = collections.deque([slots, slots], maxlen=2)
         self._tokens = self._begun = self._steps = 0
 
     @property
@@ -141,6 +158,7 @@ class Schedule:
         """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""
         if flight in self.waiting:
             self.waiting.remove(flight)
+            self._blocked.pop(flight, None)
         elif self.flying.get(flight.number) is flight:
             self._cancelled.append(flight)
             self._land(flight)
@@ -154,29 +172,38 @@ class Schedule:
 
         Prompts are moved out of `waiting` as long as there is room for them.
         """
-        cancelled = [self._cancelled.popleft() for _ in range(min(self.most, len(self._cancelled)))]
+        cancelled = [self._cancelled.popleft() for _ in range(min(self.slots, len(self._cancelled)))]
         for flight in cancelled:
             if flight.claim is not None:
                 self.prefixes.release(flight.claim)
-        space = min(self.most, self.places - self._queued - sum(self._sent))
+        space, sequences = min(self.slots, self.places - self._queued - sum(self._sent)), self._space()
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        blocked: set[str] = set()  # tables that have no space for an earlier prompt
-        for flight in list(self.waiting):
-            if self.holds or len(sent) >= space:
+        for flight in () if self.holds else self.waiting.in_turn():
+            if len(sent) >= space or sequences <= 0:
                 break
-            if (states := self._enter(flight, blocked)) is not None:
-                sent.append(flight)
-                for name, state in states.items():
-                    starts[name].append(state)
-        for flight in sent:
-            self.waiting.remove(flight)
+            if (states := self._enter(flight)) is None:
+                continue
+            self.waiting.serve(flight)
+            sequences -= flight.sequences
+            sent.append(flight)
+            for name, state in states.items():
+                starts[name].append(state)
             flight.number = next(number for number in self._numbers if number not in self.flying)
             self.flying[flight.number], flight.version = flight, self.version
         self._sent.append(len(sent))
         return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
 
-    def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
+    def _space(self) -> int:
+        """Return the number of sequences that may be sent; the last prompt may have more.
+
+        A prompt that arrives later waits until all sequences sent before have begun. So no more are sent than slots may
+        need until the next arrivals: those of this chunk, and of the chunk that the device is running.
+        """
+        waiting = sum(flight.sequences - flight.begun for flight in self.flying.values())
+        return self.slots + 2 * max(self._begins) - waiting
+
+    def _enter(self, flight: Flight) -> dict[str, int] | None:
         """Add a prompt to the tables and the store. Return the prompt's initial states, or None if it must wait."""
         if flight.chunks is None:
             flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
@@ -186,21 +213,27 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # While an earlier prompt waits for space in a table, later prompts that need this table wait too, even
-                # if their automata are already in the table. Otherwise, the earlier prompt might wait forever.
-                state = None if name in blocked else table.enter(*flight.automata[name])
-            if state is None:
-                blocked.add(name)
-                for entered in states.keys() & flight.automata.keys():
-                    self.tables[entered].leave(flight.automata[entered][0])
-                return None
+                is_blocked = self._is_blocked(name, flight)
+                state = None if is_blocked else table.enter(*flight.automata[name])
+                if state is None:
+                    if not is_blocked:
+                        self._blocked[flight] = name
+                    for entered in states.keys() & flight.automata.keys():
+                        self.tables[entered].leave(flight.automata[entered][0])
+                    return None
             states[name] = state
+        self._blocked.pop(flight, None)
         flight.claim = self.prefixes.enter(flight.chunks)
         flight.cached = len(flight.claim.have) * self.prefixes.chunk
         return states
 
+    def _is_blocked(self, name: str, flight: Flight) -> bool:
+        """Return True if an older prompt waits for space in a table."""
+        older = itertools.takewhile(lambda other: other is not flight, self._blocked)
+        return any(self._blocked[other] == name for other in older)
+
     def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[Flight]) -> Arrivals:
-        rows = self.most
+        rows = self.slots
         ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that is never assigned to a prompt
         ended[: len(cancelled)] = [flight.number for flight in cancelled]
         prompts = [flight.prompt for flight in sent]
@@ -221,6 +254,7 @@ class Schedule:
         """Yield the entries of the oldest unread chunk, grouped by sequence, and remove prompts that have ended."""
         self._sent.popleft()
         count, self._queued, self._steps = packed[0, :3].tolist()
+        before = self._begun
         entries = packed[1 : 1 + count]
         order = np.lexsort((np.arange(count), entries[:, 1], entries[:, 0]))
         entries = entries[order]
@@ -243,6 +277,7 @@ class Schedule:
                 flight.remaining -= 1
                 if not flight.remaining:
                     self._land(flight)
+        self._begins.append(max(self._begun - before, 0 if self._queued else self.slots))
 
     def _land(self, flight: Flight) -> None:
         del self.flying[flight.number]
@@ -263,7 +298,7 @@ class Pace:
     """
 
     def __init__(self, most: int):
-        self.most, self.steps = most, 1
+        self.slots, self.steps = most, 1
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
@@ -272,4 +307,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.most)
+            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.slots)

@@ -6,7 +6,8 @@ import logging
 import re
 from typing import Any
 
-from jaxgen.engine.results import EngineClosed, QueueFull
+from jaxgen.engine.home import EngineClosed
+from jaxgen.engine.results import QueueFull
 from jaxgen.errors import JaxgenError, one_line
 
 NO_RETRY = {"x-should-retry": "false"}  # without this header, OpenAI's clients retry failed requests

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import msgspec
-import numpy as np
 
 from jaxgen.config.ends import end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
-from jaxgen.errors import JaxgenError, shown
+from jaxgen.decoding.rng import seed_key
+from jaxgen.errors import InputError, JaxgenError, shown
 from jaxgen.grammar.expression import EMPTY, Expression, sequence
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -409,6 +409,8 @@ def _keys(seed: int | None, count: int) -> list[jax.Array]:
     """Return a random key for each prompt. Equal seeds give equal keys, and the first prompt gets the seed's key."""
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
-    words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    try:
+        key = seed_key(seed)
+    except InputError as error:
+        raise ApiError(400, str(error), "seed") from error
     return [key, *(jax.random.fold_in(key, number) for number in range(1, count))]

@@ -351,7 +351,10 @@ class TestInput:
             ('{"prompt": "A", "num_return_sequences": "two"}', "line 1: num_return_sequences must be a whole number"),
             ('{"prompt": "A", "temperature": 0, "n": 2}', "greedy search, which gives one answer, but 2 are asked for"),
             ('{"prompt": "A", "n": 2}', "line 1: num_return_sequences=2: greedy_search has one result per prompt"),
-            ('{"prompt": "A", "seed": -1}', "line 1: seed must be from 0 to 4294967295, got -1"),
+            (
+                '{"prompt": "A", "seed": 18446744073709551616}',
+                "line 1: seed must be from -9223372036854775808 to 184467",
+            ),
             ('{"prompt": "A", "regex": "["}', "line 1: regex: "),
             ('{"prompt": "A", "regex": "a{400}"}', "line 1: the constraint's shortest text has 400 tokens"),
             ('{"prompt": "A", "json_schema": 3}', "line 1: json_schema must be a JSON schema, got 3"),

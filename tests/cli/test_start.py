@@ -69,7 +69,7 @@ def test_a_first_answer_needs_three_programs(run):
 
 
 def test_the_key_is_jaxs():
-    for seed in (0, 1, 2**31 - 1):
+    for seed in (0, 1, 2**31 - 1, 2**32 - 1):
         assert seed_key(seed).dtype == jax.random.key(seed).dtype
         assert np.array_equal(jax.random.key_data(seed_key(seed)), jax.random.key_data(jax.random.key(seed)))
 

@@ -21,8 +21,9 @@ from jaxgen import (
     shard_params,
 )
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many import generate_many
-from jaxgen.engine.results import EngineClosed, QueueFull
+from jaxgen.engine.results import QueueFull
 from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of
@@ -261,7 +262,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "temperature": 0, "length_penalty": 2.0}, ConfigError, "length_penalty is part of the program"),
         ({"ids": [50], "temperature": 0, "n": 2}, ConfigError, "greedy search, which gives one answer, but 2"),
         ({"ids": [50], "seed": 3, "key": KEY}, InputError, "seed and key exclude each other"),
-        ({"ids": [50], "seed": 2**32}, InputError, "seed must be from 0 to 4294967295"),
+        ({"ids": [50], "seed": 2**64}, InputError, "seed must be from -9223372036854775808 to 18446744073709551615"),
         ({"ids": [50], "regex": "a", "json_schema": {}}, InputError, "json_schema and regex exclude each other"),
         ({"ids": [50], "regex": "("}, InputError, "regex: "),
         ({"ids": [50], "regex": 3}, TypeError, "regex must be a string, got 3"),
@@ -358,6 +359,24 @@ def test_an_exception_of_a_callback_ends_its_prompt_alone(engine):
     assert good.result(60)[0].tokens
 
 
+def test_groups_take_turns(engine):
+    engine.pause()
+    many = [engine.submit([50, 60], n=30, group="many", eos_token_id=None) for _ in range(12)]
+    more = [engine.submit([50, 61], group="more", eos_token_id=None) for _ in range(3)]
+    assert engine.free_places == 1024 - 15
+    engine.resume()
+    assert all(handle.result(60) for handle in more)
+    assert sum(handle.done for handle in many) <= 2
+    engine.submit([50, 61], group="late", eos_token_id=None).result(60)
+    assert sum(handle.done for handle in many) <= 5
+    for handle in many:
+        handle.cancel()
+    with pytest.raises(TypeError, match="unhashable"):
+        engine.submit([50], group=[])
+    assert engine.submit([50]).result(60)
+    assert engine.free_places == 1024
+
+
 def test_a_pause_new_weights_and_versions(engine):
     prompt = {"ids": [50, 60, 70], "index": 3}
     before = engine.submit(prompt).result(60)
@@ -433,20 +452,89 @@ def test_the_last_event_comes_before_the_result(engine):
         engine.submit([50, 60], on_event=fail_at_the_end).result(60)
 
 
+def waiting_calls(handle) -> dict:
+    """Return the calls that wait for a handle, by the name in the error."""
+
+    async def read() -> list:
+        return [event async for event in handle]
+
+    return {
+        "result": handle.result,
+        "the iterator of a handle": lambda: list(handle),
+        "the iterator": lambda: asyncio.run(read()),
+    }
+
+
 def test_callbacks_that_would_wait_for_themselves(engine):
-    errors, handles = [], []
+    handles, refused = [], []
 
     def wait(event) -> None:
-        for call in (engine.pause, engine.warmup, handles[1].result):
-            with pytest.raises(InputError, match="from another thread") as raised:
+        calls = {"pause": engine.pause, "warmup": engine.warmup, "close": engine.close}
+        for name, call in [*calls.items(), *(each for h in handles[:2] for each in waiting_calls(h).items())]:
+            with pytest.raises(InputError, match=f"{name}.* waits for the engine, so on_event must not call it"):
                 call()
-            errors.append(raised.value)
+            refused.append(name)
 
     engine.pause()
     handles.extend([engine.submit([50], on_event=wait, max_new_tokens=1), engine.submit([51], eos_token_id=None)])
     engine.resume()
     assert handles[0].result(60)
-    assert len(errors) == 3
+    assert len(refused) == 9
+    assert engine.is_open
+    assert handles[1].result(60)
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_a_callback_that_submits_into_a_full_queue(engine, monkeypatch, timeout):
+    raised, more = [], []
+
+    def submit(event) -> None:
+        more.append(engine.submit([51], max_new_tokens=1, timeout=timeout))  # there is space
+        monkeypatch.setattr(engine, "most_waiting", 1)
+        with pytest.raises(QueueFull):
+            engine.submit([51])
+        with pytest.raises(InputError, match="submit with a timeout waits for the engine, so on_event must") as error:
+            engine.submit([51], timeout=timeout)
+        raised.append(error)
+
+    assert engine.submit([50], on_event=submit, max_new_tokens=1).result(60)
+    assert len(raised) == 1
+    assert more[0].result(60)
+
+
+def test_a_listener_in_the_thread_that_cancels_does_not_wait_for_its_own_prompt(engine):
+    handles, refused = [], []
+
+    def wait(event) -> None:
+        if event.stop_reason == StopReason.CANCELLED:
+            for name, call in waiting_calls(handles[0]).items():
+                with pytest.raises(InputError, match=f"{name}.* waits for the engine"):
+                    call()
+                refused.append(name)
+            engine.resume()
+            assert handles[1].result(60)  # the engine's thread is not busy
+
+    engine.pause()
+    handles.extend([engine.submit([50], on_event=wait), engine.submit([51])])
+    handles[0].cancel()
+    assert len(refused) == 3
+    assert handles[0].result(60)[0].stop_reason == StopReason.CANCELLED
+
+
+def test_a_listener_of_a_closed_engine_may_wait_for_other_prompts():
+    heard, handles = [], []
+
+    def wait(event) -> None:
+        for handle in handles:
+            with pytest.raises(EngineClosed):
+                handle.result()
+        heard.append(event)
+
+    with Engine(PARAMS, SIMPLE, KEY, **SMALL) as small:
+        small.pause()
+        handles.extend(small.submit([50 + n], on_event=wait) for n in range(3))
+        small.close(drain=False)
+    assert len(heard) == 3
 
 
 def test_a_loop_that_was_closed_while_it_waited(engine):
@@ -517,7 +605,7 @@ def test_warmup_raises_the_error_of_its_first_chunk(monkeypatch):
         raise MemoryError("no memory for this chunk")
 
     small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
-    monkeypatch.setattr(small._device, "step", fail)
+    monkeypatch.setattr(small._runner._device, "step", fail)
     with pytest.raises(MemoryError, match="no memory for this chunk"):
         small.warmup()
 

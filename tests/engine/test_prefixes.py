@@ -76,9 +76,9 @@ def test_what_is_in_the_store_is_not_read_again():
     with engine(cfg) as made:
         before = answers(made, [prompt, other])
         made.pause()
-        state = made._device._state
+        state = made._runner._device._state
         store = jax.tree.map(lambda x: x + 1 if x.ndim == 4 else x, state.pool.store)
-        made._device._state = state.replace(pool=state.pool.replace(store=store))
+        made._runner._device._state = state.replace(pool=state.pool.replace(store=store))
         made.resume()
         after = answers(made, [prompt, {**other, "ids": other["ids"][:15]}])
     assert before[1].cached_tokens == 48

@@ -1,5 +1,7 @@
 """The schedule, without a device: which prompts are sent when, and which events their owners get."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -16,15 +18,20 @@ from tests.support.models import model_config
 CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)
 
 
-def schedule(places: int = 4, arrivals: int = 2, states: int = 12) -> Schedule:
+def schedule(places: int = 4, slots: int = 2, states: int = 12) -> Schedule:
     form = Form(CFG, None, 8)
     tables = {"allowed": GrammarTable(VOCAB, Capacity(states, 1024, 64, 8))}
-    return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
+    return Schedule(form, tables, places, slots, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 
 def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
     prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
     return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
+
+
+def add(plan: Schedule, *flights: Flight) -> None:
+    for each in flights:
+        plan.waiting.add(each)
 
 
 def packed(waiting: int, *entries: tuple[int, int, int, int]) -> np.ndarray:
@@ -39,19 +46,108 @@ def sent(plan: Schedule) -> list[int]:
 
 def test_prompts_are_sent_in_order_while_there_are_places():
     plan = schedule()
-    plan.waiting.extend(flight(plan, n) for n in range(7))
+    add(plan, *(flight(plan, n) for n in range(7)))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
     assert sent(plan) == []  # the device reported two waiting prompts, and two have been sent since
-    list(plan.read(packed(3)))
+    list(plan.read(packed(3, (0, 0, 5, 0))))
     assert sent(plan) == [4]
+
+
+class Device:
+    """The slots of a device without a model. `length` returns the number of tokens of a sequence."""
+
+    def __init__(self, slots: int, length):
+        self.slots: list[list[int] | None] = [None] * slots
+        self.length, self.queue, self.steps = length, collections.deque(), 0
+
+    def chunk(self, arrivals) -> np.ndarray:
+        """Take 8 steps, and return the journal."""
+        if arrivals is not None:
+            for number, sequences in zip(arrivals.number.tolist(), arrivals.sequences.tolist(), strict=True):
+                self.queue.extend((number, sequence) for sequence in range(sequences))
+        told: list[tuple[int, int, int, int]] = []
+        for _ in range(8):
+            self.steps += 1
+            for slot in range(len(self.slots)):
+                if self.slots[slot] is None and self.queue:
+                    number, sequence = self.queue.popleft()
+                    self.slots[slot] = [number, sequence, self.length(number, sequence)]
+                if (row := self.slots[slot]) is not None:
+                    row[2] -= 1
+                    told.append((row[0], row[1], 5, 0 if row[2] else StopReason.EOS))
+                    if not row[2]:
+                        self.slots[slot] = None
+        journal = packed(len({number for number, _ in self.queue}), *told)
+        journal[0, 2] = self.steps
+        return journal
+
+
+LENGTHS = {
+    "always 5": lambda rng: 5,
+    "always 17": lambda rng: 17,
+    "1 to 20": lambda rng: int(rng.integers(1, 21)),
+    "1 to 200": lambda rng: int(rng.integers(1, 201)),
+    "often short": lambda rng: int(rng.geometric(1 / 8)),
+}
+
+
+def steps_and_waiting(kind: str, copies: int, is_limited: bool) -> tuple[int, int, int]:
+    """Return the steps for 600 sequences, and the most that waited on the device and that began in a chunk."""
+    rng, lengths = np.random.default_rng(0), {}
+    device = Device(8, lambda *key: lengths.setdefault(key, LENGTHS[kind](rng)))
+    plan = schedule(places=16, slots=8)
+    if not is_limited:
+        plan._space = lambda: 10**9
+    add(plan, *(flight(plan, number, n=copies) for number in range(600 // copies)))
+    running, most, most_begun = None, 0, 0
+    while running is not None or not plan.idle:
+        started = None
+        if not plan.idle:
+            started = device.chunk(plan.arrivals())  # before the journal of the previous chunk is read, as in an engine
+            most = max(most, len(device.queue))
+        if running is not None:
+            begun = plan._begun
+            list(plan.read(running))
+            most_begun = max(most_begun, plan._begun - begun)
+        running = started
+    return device.steps, most, most_begun
+
+
+@pytest.mark.parametrize("copies", [1, 4, 60])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_few_sequences_wait_on_the_device_and_no_slot_waits_for_a_prompt(kind, copies):
+    steps, most, begun = steps_and_waiting(kind, copies, is_limited=True)
+    unlimited, many, _ = steps_and_waiting(kind, copies, is_limited=False)
+    assert steps <= unlimited + 8
+    assert most <= 8 + 2 * begun + copies
+    assert most < many or copies == 1
+
+
+def test_a_prompt_that_arrives_late_waits_for_one_prompt_of_another_group():
+    plan = schedule(places=16, slots=8)
+    add(plan, *(flight(plan, number, n=60) for number in range(20)))
+    device, running, after = Device(8, lambda *_: 30), None, 0
+    late = flight(plan, 100)
+    late.group = "late"
+    for number in range(10**3):
+        if number == 40:
+            add(plan, late)
+            before = device.steps
+        running, journal = device.chunk(plan.arrivals()), running
+        if journal is not None:
+            list(plan.read(journal))
+        if late.begun:
+            after = device.steps
+            break
+    assert 0 < after - before <= (60 + 3 * 8) * 30 / 8 + 3 * 8  # otherwise, 20 * 60 sequences come before it
 
 
 def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last():
     plan = schedule()
     assert plan.arrivals() is None
     one, two = flight(plan, 0, n=2), flight(plan, 1)
-    plan.waiting.extend([one, two])
+    add(plan, one, two)
     plan.arrivals()
     eos = StopReason.EOS
     told = list(
@@ -72,7 +168,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
 def test_a_cancelled_prompt_gets_no_more_entries():
     plan = schedule()
     one, two, three = (flight(plan, n) for n in range(3))
-    plan.waiting.extend([one, two, three])
+    add(plan, one, two, three)
     plan.arrivals()
     plan.cancel(two)
     plan.cancel(three)
@@ -85,14 +181,35 @@ def test_a_cancelled_prompt_gets_no_more_entries():
 
 
 def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
-    plan = schedule(places=9, arrivals=9)
+    plan = schedule(places=9, slots=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
-    plan.waiting.extend(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None]))
+    add(plan, *(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
     assert sent(plan) == [0, 1, 5]  # no grammar overtakes another, or some would wait forever
     for expected in ([2], [3, 4]):
         ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
         list(plan.read(packed(0, *ends)))
         assert sent(plan) == expected
+
+
+def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served():
+    plan = schedule(places=9, slots=9, states=12)
+    plain, first, large, other = (
+        flight(plan, number, automaton)
+        for number, automaton in enumerate([None, grammar("[a-c]{1,4}"), grammar("[d-f]{1,8}"), grammar("y")])
+    )
+    add(plan, first, large, plain)
+    assert sent(plan) == [1, 0]
+    other.group = "b"
+    add(plan, other)
+    assert sent(plan) == []  # the grammar of b is small, and b has the turn, but the large grammar waited first
+    list(plan.read(packed(0, (first.number, 0, 5, StopReason.EOS))))
+    assert sent(plan) == [2, 3]
+    list(plan.read(packed(0, (other.number, 0, 5, StopReason.EOS))))
+    blocked, behind = flight(plan, 4, grammar("[d-f]{1,9}")), flight(plan, 5, grammar("z"))
+    add(plan, blocked, behind)
+    assert sent(plan) == []
+    plan.cancel(blocked)
+    assert sent(plan) == [5]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +242,7 @@ def test_a_chunk_takes_at_least_a_tenth_of_a_second():
 def test_counts():
     plan = schedule()
     assert plan.counts == (0, 0, 0, 0, 0)
-    plan.waiting.extend([flight(plan, 0, n=2), flight(plan, 1)])
+    add(plan, flight(plan, 0, n=2), flight(plan, 1))
     plan.arrivals()
     happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
     happened[0, 2] = 4

@@ -466,6 +466,17 @@ def test_tokens_round_trip(http, service):
         assert refused(http, "/detokenize", tokens=[0, token])["param"] == "tokens[1]"
 
 
+def test_seeds_of_64_bits(http):
+    def text(seed: int) -> str:
+        return complete(http, prompt="Once", max_tokens=20, temperature=2.0, seed=seed, ignore_eos=True)["choices"][0][
+            "text"
+        ]
+
+    assert text(-1) == text(2**64 - 1)
+    assert len({text(seed) for seed in (5, 2**32 + 5, -1)}) == 3
+    assert "seed must be from" in refused(http, "/v1/completions", prompt="Once", seed=2**64)["message"]
+
+
 def test_keys(service):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY}):
         response = httpx.get(f"{service.url}/v1/models", headers=headers)
