@@ -137,6 +137,13 @@ def origin(text: str) -> str:
     return text
 
 
+def host_name(text: str) -> str:
+    """Parse a name or an address of a host without its port, such as example.org or ::1, or "*" for all."""
+    if text != "*" and not re.fullmatch(r"[\w.-]+|[0-9a-f.:]+", text, re.ASCII | re.IGNORECASE):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a name such as example.org, without scheme and port, or *")
+    return text
+
+
 def source(text: str) -> str:
     """Parse a file name or a URL, or "-" for stdin."""
     return text if is_url(text) else str(path(text))

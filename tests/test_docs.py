@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *CHAPTERS]
-OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md", "tests/goldens/README.md")]
+OTHER_PAGES = [
+    ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "tests/goldens/README.md")
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

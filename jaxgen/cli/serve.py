@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,28 +35,62 @@ _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 30
 def serve(options: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT, then finish the submitted requests."""
     with extra_installed():
-        import uvicorn
-
+        from jaxgen.serving.doors import is_loopback
         from jaxgen.serving.limits import Limits
+        from jaxgen.serving.server import server
+    tls = tls_files(options)
     with _listening(options.host, options.port) as listener:
         source = open_model(options, list(dict(options.adapter or []).values()))
-        keys = options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key]
+        host, port = listener.getsockname()[:2]
+        names = [*options.allowed_host, options.host, host] if options.allowed_host else []
         own = {
             "limits": Limits(body=options.max_body, seconds=options.timeout),
-            "keys": keys,
+            "keys": options.api_key,
             "response_store_bytes": options.response_store_bytes,
             "cors_origins": options.cors_origin or [],
+            "allowed_hosts": names or ([host] if is_loopback(host) else []),
         }
         with open_service(source, options, **own) as service:
-            host, port = listener.getsockname()[:2]
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.erase()
-            where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            where = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
             terminal.say("ready", f"{served_name(options)} at {where}")
             # After its shutdown, uvicorn raises SIGTERM again; ignoring it keeps the exit from looking like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
-            uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
+            server(service.app(), **tls).run(sockets=[listener])
+
+
+def tls_files(options: argparse.Namespace) -> dict[str, Any]:
+    """Return uvicorn's options for TLS; empty without --ssl-certfile. Raise an `InputError` if a file is not usable."""
+    if options.ssl_certfile is None:
+        return {}
+    keyfile, password = options.ssl_keyfile or options.ssl_certfile, options.ssl_keyfile_password or ""
+    context, asked = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), []
+
+    def secret() -> str:
+        asked.append(True)
+        return password
+
+    try:
+        context.load_cert_chain(options.ssl_certfile, keyfile, secret)
+    except (OSError, ValueError) as error:
+        if asked and _reason(error) != "KEY_VALUES_MISMATCH":
+            raise InputError(f"{keyfile} is encrypted: set --ssl-keyfile-password to its password") from error
+        files = f"--ssl-certfile {options.ssl_certfile}, with the private key in {keyfile}"
+        raise InputError(f"{files}: {_reason(error)}; both must be PEM files that belong together") from error
+    tls = {"ssl_certfile": options.ssl_certfile, "ssl_keyfile": keyfile, "ssl_keyfile_password": password or None}
+    if options.ssl_ca_certs is None:
+        return tls
+    try:
+        context.load_verify_locations(options.ssl_ca_certs)
+    except OSError as error:
+        raise InputError(f"--ssl-ca-certs {options.ssl_ca_certs}: {_reason(error)}; it must be a PEM file") from error
+    return tls | {"ssl_ca_certs": options.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+
+
+def _reason(error: Exception) -> str:
+    """Return OpenSSL's name for an error, or what the operating system says."""
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
 
 
 @contextlib.contextmanager

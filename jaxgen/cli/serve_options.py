@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from jaxgen import arguments
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
+from jaxgen.serving.keys import check_key
 
 
 def parser() -> arguments.Parser:
@@ -27,6 +29,14 @@ def parser() -> arguments.Parser:
     add("--api-key", action="append", metavar="KEY", help=key)
     origin = "let pages from this origin, such as http://localhost:3000, use the service; can be repeated; * for all"
     add("--cors-origin", type=arguments.origin, action="append", metavar="URL", help=origin)
+    named = "accept this name in the Host header, as a proxy on this machine may send it; can be repeated; * for all"
+    add("--allowed-host", type=arguments.host_name, action="append", metavar="NAME", help=named)
+    add("--ssl-certfile", type=arguments.file, metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    private = "the certificate's private key (default: it is in --ssl-certfile)"
+    add("--ssl-keyfile", type=arguments.file, metavar="FILE", help=private)
+    add("--ssl-keyfile-password", metavar="TEXT", help="decrypts the private key")
+    trusted = "answer only clients with a certificate that one of these has signed (PEM)"
+    add("--ssl-ca-certs", type=arguments.file, metavar="FILE", help=trusted)
     stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
     add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
@@ -89,4 +99,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     check_adapters(command, options)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
+    _check_tls(command, options)
+    options.api_key = _keys(options.api_key)
     return options
+
+
+def _check_tls(command: arguments.Parser, options: argparse.Namespace) -> None:
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+        if getattr(options, name) is not None and options.ssl_certfile is None:
+            command.error(f"--{name.replace('_', '-')} needs --ssl-certfile: set that too")
+
+
+def _keys(given: list[str] | None) -> list[str]:
+    """Return the API keys in the options, or else the one in the environment."""
+    named = [("--api-key", key) for key in given or []]
+    if not named and "JAXGEN_API_KEY" in os.environ:
+        named = [("JAXGEN_API_KEY", os.environ["JAXGEN_API_KEY"])]
+    for name, key in named:
+        check_key(name, key)
+    return [key for _, key in named]

@@ -298,7 +298,7 @@ class Pace:
     """
 
     def __init__(self, most: int):
-        self.slots, self.steps = most, 1
+        self.most, self.steps = most, 1
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
@@ -307,4 +307,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.slots)
+            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.most)

@@ -170,9 +170,14 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
     everywhere = NamedSharding(mesh, REPLICATED)
 
     def copy(x: Any) -> jax.Array:
-        if isinstance(x, np.ndarray):  # `device_put` would compare host arrays across processes
+        if mesh_of(x) is not None:
+            return x
+        # `device_put` would compare arrays across processes, and wait for those in which `x` is not an array of jax.
+        if mesh.is_multi_process and isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = np.asarray(x)
+        if isinstance(x, np.ndarray):
             return jax.make_array_from_callback(x.shape, everywhere, lambda part: x[part])
-        return jax.device_put(x, everywhere) if mesh_of(x) is None else x
+        return jax.device_put(x, everywhere)
 
     return jax.tree.map(copy, tree)
 

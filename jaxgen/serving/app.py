@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -25,8 +23,10 @@ from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.answering import Answering
+from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
+from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
@@ -74,6 +74,8 @@ class Service:
         pooling: how the model turns a text into a vector, for embeddings.
         cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
             all.
+        allowed_hosts: the names that the Host header of a request may have, in addition to this machine's own. If
+            empty, any name may be used.
         thoughts: if True, the thoughts of a model whose chat template has tags for them are separated from the content.
     """
 
@@ -91,6 +93,7 @@ class Service:
         response_store_bytes: int = 2**26,
         pooling: Pooling | None = None,
         cors_origins: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
         thoughts: bool = True,
     ):
         cfg, tokenizer = engine.cfg, engine.tokenizer
@@ -107,14 +110,14 @@ class Service:
         if len(self._adapters) <= len(adapters):
             raise InputError(f"the model and its adapters must have different names, got {[name, *adapters]}")
         self._fingerprint, self._limits = fingerprint, limits or Limits()
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = Keys(keys)
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
         # Without a chat template, the web page offers text completion.
         kind = "text" if tokenizer.chat_template is None else "chat"
         shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
-        self._origins = list(cors_origins)
+        self._origins, self._hosts = list(cors_origins), list(allowed_hosts)
         self._embedder = Embedder(params, cfg, tokenizer, pooling or Pooling(), self._reader.width)
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
@@ -130,8 +133,7 @@ class Service:
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
             Route("/v1/responses", self._guarded(self._respond), methods=["POST"]),
-            Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
-            Route("/v1/responses/{name}", self._guarded(self._forget), methods=["DELETE"]),
+            Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET", "DELETE"]),
             Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
@@ -144,7 +146,8 @@ class Service:
             Route("/openapi.json", self._openapi, methods=["GET"]),
             Route("/", self._page, methods=["GET"]),
         ]
-        middleware = [Middleware(PlainPaths)]
+        doors = Middleware(Doors, refuse=self._refused, hosts=self._hosts, origins=self._origins)
+        middleware = [doors, Middleware(PlainPaths)]
         if self._origins:
             # The headers are not limited, because OpenAI's clients send their own.
             own: dict[str, Any] = {
@@ -193,16 +196,11 @@ class Service:
         return self._refused(ApiError(error.status_code, f"{shown(request.url.path)} {reason}", headers=error.headers))
 
     def _check_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        # Compare all keys, so that the response time does not reveal anything about them.
-        found = [hmac.compare_digest(digest, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(found):
+        if not self._keys.admit(request.headers.get("authorization", "")):
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
 
     async def _body(self, request: Request) -> bytes:
+        check_json(request.headers)
         most, seconds = self._limits.body, self._limits.body_seconds
         too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
         if int(request.headers.get("content-length", "0") or 0) > most:
@@ -315,14 +313,14 @@ class Service:
         yield last
 
     async def _stored(self, http: Request) -> Any:
+        """Return or delete a stored response."""
         if http.query_params:
             name = next(iter(http.query_params))
             raise ApiError(400, f"{shown(name)} is not supported: a response is returned whole", name)
+        if http.method == "DELETE":
+            self._responses.delete(name := http.path_params["name"])
+            return Deleted(id=name)
         return Response(self._responses.get(http.path_params["name"]).body, media_type="application/json")
-
-    async def _forget(self, http: Request) -> Any:
-        self._responses.delete(name := http.path_params["name"])
-        return Deleted(id=name)
 
     async def _embeddings(self, http: Request) -> Any:
         request = decode(await self._body(http), EmbeddingRequest)

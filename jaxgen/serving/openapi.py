@@ -52,9 +52,12 @@ _ANSWERING = (400, 404, 408, 413, 429, 500, 503)
 _ERRORS = {
     400: "The request is invalid or cannot be honored; the message names the field.",
     401: "The API key is missing or wrong.",
+    403: "The page of a web site that sent the request may not use the service.",
     404: "The model or the response does not exist.",
     408: "The body or the answer took too long.",
     413: "The body is too large.",
+    415: "The Content-Type is not application/json.",
+    421: "The Host header does not have a name of this service.",
     429: "Too many requests are waiting; Retry-After says when to try again.",
     500: "The service failed.",
     503: "The service is shutting down.",
@@ -74,7 +77,7 @@ _OPERATIONS = (
     ),
     _Operation("/v1/responses", "post", "Create a response", ResponseBody, ResponseRequest, EVENTS, errors=_ANSWERING),
     _Operation("/v1/responses/{name}", "get", "Read a stored response", ResponseBody, errors=(400, 404)),
-    _Operation("/v1/responses/{name}", "delete", "Delete a stored response", Deleted, errors=(404,)),
+    _Operation("/v1/responses/{name}", "delete", "Delete a stored response", Deleted, errors=(400, 404)),
     _Operation(
         "/v1/embeddings",
         "post",
@@ -112,7 +115,7 @@ def openapi(needs_key: bool) -> bytes:
         records += [record for record in given if record is not None and not isinstance(record, str)]
     schemas, components = msgspec.json.schema_components(records, ref_template="#/components/schemas/{name}")
     refs = dict(zip(map(id, records), schemas, strict=True))
-    _relax_messages(components)
+    _relax_types(components)
     paths: dict[str, Any] = {}
     for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, refs, needs_key)
@@ -145,11 +148,15 @@ def _described(operation: _Operation, refs: dict[int, Any], needs_key: bool) -> 
     elif operation.answer is not None:
         content["application/json"] = {"schema": refs[id(operation.answer)]}
     if operation.chunk is not None:
-        stream = {"type": "string", "contentMediaType": "application/json", "contentSchema": refs[id(operation.chunk)]}
-        stream["description"] = "Server-sent events. contentSchema describes the data of each."
-        content["text/event-stream"] = {"schema": stream}
+        content["text/event-stream"] = {"schema": _event(operation.chunk, refs)}
     responses: dict[str, Any] = {"200": {"description": "Success."} | ({"content": content} if content else {})}
-    errors = [*operation.errors, *([401] if needs_key and not operation.is_open else [])]
+    errors = {*operation.errors, 421}  # any request may have a wrong Host header
+    if operation.method != "get":
+        errors.add(403)
+    if operation.body is not None:
+        errors.add(415)
+    if needs_key and not operation.is_open:
+        errors.add(401)
     error = {"application/json": {"schema": refs[id(ErrorBody)]}}
     responses |= {str(status): {"description": _ERRORS[status], "content": error} for status in sorted(errors)}
     if operation.answer is None:
@@ -160,9 +167,27 @@ def _described(operation: _Operation, refs: dict[int, Any], needs_key: bool) -> 
     return described
 
 
-def _relax_messages(components: dict[str, Any]) -> None:
-    """Say that the type of a message may be left out in the input of a response."""
+def _event(chunk: Any, refs: dict[int, Any]) -> dict[str, Any]:
+    """Return the schema of each server-sent event of a stream."""
+    json: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
+    if chunk is EVENTS:
+        data = json | {"contentSchema": refs[id(chunk)]}
+    else:  # a stream that fails has an error as its last chunk
+        choices = [refs[id(chunk)], refs[id(ErrorBody)]]
+        data = {"anyOf": [{"const": "[DONE]"}, json | {"contentSchema": {"anyOf": choices}}]}
+    properties = {"event": {"type": "string"}, "data": data}
+    return {"description": "Each event.", "type": "object", "properties": properties, "required": ["data"]}
+
+
+def _relax_types(components: dict[str, Any]) -> None:
+    """Say that a `type` may be left out: of a message in the input of a response, and where there is only one type."""
     items = components["ResponseRequest"]["properties"]["input"]["anyOf"][1]["items"]
     message = items["discriminator"]["mapping"]["message"].rpartition("/")[2]
     components[message]["required"].remove("type")
     del items["discriminator"]  # a discriminator must be required
+    for record in ("ResponseRequest", "ReasoningItem", "FunctionCallOutput", "AllowedTools"):
+        for field in components[record]["properties"].values():
+            for schema in field.get("anyOf", [field]):
+                if name := schema.get("items", {}).get("$ref", "").rpartition("/")[2]:
+                    required = [key for key in components[name]["required"] if key != "type"]
+                    schema["items"] = components[name] | {"required": required}

@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from jaxgen.cli.main import main
+from jaxgen.cli.serve_options import parse
 from tests.support.processes import started
 
+NAMES = ["localhost", "evil.example"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,6 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--slots", "0"], "0 must be at least 1"),
         (["--cors-origin", "http://a/"], "must be SCHEME://HOST"),
         (["--cors-origin", "example.org"], "must be SCHEME://HOST"),
+        (["--allowed-host", "example.org:80/"], "must be a name such as example.org"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "good", "--api-key", "secret "], "--api-key begins or ends with whitespace"),
+        (["--ssl-keyfile", str(ROOT / "LICENSE")], "--ssl-keyfile needs --ssl-certfile"),
+        (["--ssl-certfile", str(ROOT / "LICENSE")], "both must be PEM files"),
         (["--response-store-bytes", "-1"], "-1 must be at least 0"),
         (["--host", "999.1.1.1"], "--host 999.1.1.1"),
         (["nowhere", "--port", "0"], "nowhere"),
@@ -33,7 +40,19 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_what_is_refused(words, text, capsys):
     assert main(["serve", *words]) == 2
-    assert text in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert text in error
+    assert "secret" not in error
+
+
+@pytest.mark.parametrize("key", ["", "secret\n", "secretключ"])
+def test_an_unusable_key_in_the_environment(key, monkeypatch, capsys):
+    monkeypatch.setenv("JAXGEN_API_KEY", key)
+    assert main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "JAXGEN_API_KEY" in error
+    assert "secret" not in error
+    assert parse(["--api-key", "good"]).api_key == ["good"]  # which takes precedence
 
 
 def test_a_port_in_use(capsys):
@@ -62,6 +81,8 @@ def test_a_service_from_start_to_end(tmp_path):
             response = http.post("/responses", json={"input": "Hello", "max_output_tokens": 1}).json()
             assert response["store"] is False
             assert len(http.post("/embeddings", json={"input": "Hello"}).json()["data"][0]["embedding"]) == 192
+            # The address is this machine's, so the Host header must be, too.
+            assert [http.get("/models", headers={"Host": name}).status_code for name in NAMES] == [200, 421]
             messages = [{"role": "user", "content": "Who are you?"}]
             answer = http.post("/chat/completions", json={"messages": messages, "temperature": 0}).json()
             assert "jaxgen" in answer["choices"][0]["message"]["content"]

@@ -48,6 +48,7 @@ REGEXES = [
     "\ud800",
     "a" * 20_000,
 ]
+JSON = {"Content-Type": "application/json"}
 GOOD = {"prompt": "Once upon", "max_tokens": 30, "seed": 7}
 
 
@@ -96,7 +97,7 @@ def test_200_requests(service):
     statuses = []
     with httpx.Client(base_url=service.url, timeout=60) as http:
         for number, (path, content) in enumerate(requests(1, 200)):
-            response = http.post(path, content=content)
+            response = http.post(path, content=content, headers=JSON)
             statuses.append(response.status_code)
             assert response.status_code in (200, 400, 404, 408, 413, 429), (path, content[:500], response.text)
             if response.status_code != 200:
@@ -129,7 +130,8 @@ def raw(service, content: bytes, seconds: float = 0.0, shuts: bool = False) -> b
 
 
 def head(length: int, path: str = "/v1/completions", more: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n{more}\r\n".encode()
+    more = f"Content-Type: application/json\r\nContent-Length: {length}\r\n{more}"
+    return f"POST {path} HTTP/1.1\r\nHost: a\r\n{more}\r\n".encode()
 
 
 def test_damaged_http(service):
@@ -187,6 +189,6 @@ def test_memory_is_flat(service, default_gc):
         for seed, most in ((2, None), (3, 60)):
             before = peak()
             for path, content in requests(seed, 150):
-                http.post(path, content=content)
+                http.post(path, content=content, headers=JSON)
             # The first round has run all the code. The second may add up to 60 MB to the peak, for its largest bodies.
             assert most is None or peak() - before < most

@@ -43,7 +43,7 @@ def service():
     cfg = cfg.replace(max_new_tokens=320, do_sample=True, top_k=0, output_logprobs="logits", top_logprobs=5)
     sizes = {"slots": 4, "prompt_width": 448, "stop_in_prompt": False, "id_entries": 320, "grammar_states": 8192}
     engine = Engine(params, cfg, jax.random.key(0), tokenizer=tokenizer, **sizes)
-    with engine, answering(Service(engine, params, "demo")) as url:
+    with engine, answering(Service(engine, params, "demo").app()) as url:
         yield {"url": f"{url}/v1", "params": params, "cfg": cfg, "tokenizer": tokenizer}
 
 

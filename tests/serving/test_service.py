@@ -419,7 +419,7 @@ def test_a_prompt_of_a_wrong_length_is_refused_by_name(http, prompt):
     "body", [b"", b"[", b"[]", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' * 100_000, b"1"]
 )
 def test_bodies_that_are_not_requests(http, body):
-    response = http.post("/v1/completions", content=body)
+    response = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["message"]
 
@@ -545,7 +545,8 @@ def test_a_full_queue_a_time_that_is_over_and_the_end():
             assert waiting.result().status_code == 200
             assert http.post("/v1/completions", json={"prompt": "A" * 20_000}).status_code == 413
             parts = iter([b'{"prompt": "', *[b"A" * 1000] * 20, b'"}'])
-            assert http.post("/v1/completions", content=parts).status_code == 413
+            kind = {"Content-Type": "application/json"}
+            assert http.post("/v1/completions", content=parts, headers=kind).status_code == 413
             service.engine.pause()
             late = http.post("/v1/completions", json={"prompt": "A"}, timeout=60)
             assert late.status_code == 408

@@ -6,13 +6,13 @@ import socket
 import threading
 
 import jax
-import uvicorn
 
 from convert import load_adapter
 from jaxgen import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.serving.app import Service
 from jaxgen.serving.limits import Limits
+from jaxgen.serving.server import server
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level
@@ -85,21 +85,21 @@ def running(
         names = [name for name, _ in adapters]
         more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits, "context": WIDTH}
         service = Service(made, params, "tiny", **more | dict(options))
-        with answering(service) as url:
+        with answering(service.app()) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
 
 
 @contextlib.contextmanager
-def answering(service: Service):
-    """Serve in a thread, and yield the address."""
+def answering(app, **options):
+    """Serve an ASGI application in a thread, and yield the address. `options` are those of `server`."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", ws="none"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        made = server(app, **options)
+        thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{'https' if 'ssl_certfile' in options else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            made.should_exit = True
             thread.join()
