@@ -8,6 +8,7 @@ from jaxgen.errors import JaxgenError
 PROGRAMS = (
     "accelerator",
     "adapters",
+    "attack",
     "calls",
     "checkpoint",
     "compile",

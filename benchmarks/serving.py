@@ -147,6 +147,13 @@ def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
     if server.kind == ADDRESS:
         yield server.words[0]
         return
+    with started(server, args) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def started(server: Server, args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Like `running`, but yield the address and the number of the process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -165,7 +172,7 @@ def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
         try:
             address = f"http://127.0.0.1:{port}"
             _wait(process, address, shlex.join(command), log)
-            yield address
+            yield address, process.pid
         finally:
             _stop(process)
 

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, evaluate, measure, plots, processors, program, serving, suites, workarounds
+from benchmarks import accelerator, attack, evaluate, measure, plots, processors, program, serving, suites, workarounds
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen import Tokenizer
@@ -385,6 +386,16 @@ class FakeServer(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+@pytest.mark.slow
+def test_a_server_is_attacked(tmp_path):
+    main(["attack", "--seconds", "0.5", "--requests", "2", "--results", str(tmp_path)])
+    (file,) = tmp_path.glob("*/attack-demo.md")
+    rows = [line.strip("| ").split(" | ") for line in file.read_text("utf-8").splitlines() if line.startswith("| ")]
+    kinds = len(attack._kinds(random.Random(0)))
+    assert len(rows) == 1 + (1 + len(attack.ATTACKS) + 1) + 1 + kinds
+    assert all(float(row[-1]) <= 2 for row in rows[-kinds:])
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxgen.serving.app import Service
     from jaxgen.serving.batch import BatchRequest
 
-_LARGEST_BODY = 2**62  # a line of the file may have any length
+_ANY = 2**62  # lines of the file and their answers may have any length
 # Options that do not affect the answers, or that `_run` records in a different form.
 _NOT_IN_FINGERPRINT = set(
     "input output model name adapter dtype device mesh queue prefix_cache_bytes compile_cache debug".split()
@@ -49,7 +49,8 @@ def run_batch(options: argparse.Namespace) -> int:
         if len(left) < len(requests):
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")
         if left:
-            limits = Limits(body=_LARGEST_BODY, seconds=math.inf)
+            times = {"seconds": math.inf, "grammar_seconds": math.inf}
+            limits = Limits(body=_ANY, answer=_ANY, in_flight=4 * _ANY, **times, share=1.0)
             with open_service(source, options, limits=limits, response_store_bytes=0) as service:
                 failed = asyncio.run(_answer(service, requests, left, file, min(2 * options.slots, options.queue)))
     return failed

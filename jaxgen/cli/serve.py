@@ -27,6 +27,7 @@ from jaxgen.version import __version__
 
 if TYPE_CHECKING:
     from jaxgen.serving.app import Service
+    from jaxgen.serving.limits import Limits
 
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
 _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
@@ -36,7 +37,6 @@ def serve(options: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT, then finish the submitted requests."""
     with extra_installed():
         from jaxgen.serving.doors import is_loopback
-        from jaxgen.serving.limits import Limits
         from jaxgen.serving.server import server
     tls = tls_files(options)
     with _listening(options.host, options.port) as listener:
@@ -44,7 +44,7 @@ def serve(options: argparse.Namespace) -> None:
         host, port = listener.getsockname()[:2]
         names = [*options.allowed_host, options.host, host] if options.allowed_host else []
         own = {
-            "limits": Limits(body=options.max_body, seconds=options.timeout),
+            "limits": _limits(options),
             "keys": options.api_key,
             "response_store_bytes": options.response_store_bytes,
             "cors_origins": options.cors_origin or [],
@@ -91,6 +91,13 @@ def tls_files(options: argparse.Namespace) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     """Return OpenSSL's name for an error, or what the operating system says."""
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    from jaxgen.serving.limits import Limits
+
+    sizes = {"body": options.max_body, "answer": options.max_answer, "in_flight": options.max_in_flight}
+    return Limits(**sizes, seconds=options.timeout)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,10 @@ def parser() -> arguments.Parser:
     add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"
     add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
+    answer = "maximum bytes of an answer; requests that ask for more are refused (default: 64 MiB)"
+    add("--max-answer", type=arguments.count, default=2**26, metavar="N", help=answer)
+    flight = "maximum bytes of all requests and answers at a time; more are refused with status 429 (default: 1 GiB)"
+    add("--max-in-flight", type=arguments.count, default=2**30, metavar="N", help=flight)
     add_model_options(result)
     return result
 

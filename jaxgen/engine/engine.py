@@ -23,7 +23,7 @@ from jaxgen.engine.tables import CAPACITY, tables_of
 from jaxgen.errors import InputError, check_whole
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
-from jaxgen.grammar.token_automaton import Capacity
+from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
@@ -244,6 +244,10 @@ class Engine:
         for name, (_, automaton) in automata.items():
             self._tables[name].fits(automaton)
         return automata
+
+    def check_grammar(self, automaton: TokenAutomaton) -> None:
+        """Raise an `InputError` if an automaton is larger than the engine's table of grammars allows."""
+        self._tables["allowed"].fits(automaton)
 
     def pause(self, finish: bool = False) -> None:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.

@@ -26,6 +26,7 @@ from jaxgen.grammar.expression import (
     Sequence,
     Text,
 )
+from jaxgen.grammar.stopping import check_stop
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
@@ -61,6 +62,7 @@ class Work:
 
     def spend(self, number: int, name: str) -> None:
         """Count visited states and transitions of the part named `name`."""
+        check_stop()
         self.left -= number
         if self.left < 0:
             refuse_size(name)
@@ -130,6 +132,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
     distance = np.where(begin, 0, -1).astype(np.int32)
     front, steps = np.flatnonzero(begin), 0
     while front.size:
+        check_stop()
         steps += 1
         counts = first[front + 1] - first[front]
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -182,6 +185,7 @@ class _Nfa:
 
     def add(self, expression: Expression, start: int) -> int:
         """Add states for an expression, beginning at `start`; return the last state. No move leads back to `start`."""
+        check_stop()
         match expression:
             case Text(text):
                 for byte in text:
@@ -344,6 +348,7 @@ def _determinized(expression: Expression, name: str, work: Work) -> tuple[np.nda
     rows = []
     closure((start,))
     for states in sets:
+        check_stop()
         row = [-1] * (len(cuts) - 1)
         pieces = [move for state in states for move in moves[state]]
         spent += len(pieces)
@@ -394,6 +399,7 @@ def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
     weights = random.integers(2**63, size=len(columns), dtype=np.uint64) | np.uint64(1)
     sums, parts, first, part = accepting.astype(np.uint64), 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     for _ in range(max(MINIMIZE_WORK // narrow.size, 1)):
+        check_stop()
         first, part = np.unique(sums, return_index=True, return_inverse=True)[1:]
         if len(first) == parts:
             break

@@ -9,6 +9,7 @@ from typing import Any
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.evaluation import Evaluation
+from jaxgen.grammar.stopping import check_stop
 
 MOST = 60_000  # maximum number of comparisons between two schemas
 
@@ -23,6 +24,7 @@ class Overlaps:
 
     def excludes(self, one: Any, other: Any) -> bool:
         """Return True if certainly no value is valid against both schemas."""
+        check_stop()
         pair = id(one), id(other)
         if pair not in self.known:
             self.compared += 1

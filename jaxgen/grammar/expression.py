@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxgen.grammar.stopping import check_stop
 from jaxgen.grammar.utf8 import Ranges, spelled
 
 LAST = 0x10FFFF
@@ -22,6 +23,7 @@ class Expression:
     height: int
 
     def __post_init__(self):
+        check_stop()
         # Size and height are computed bottom-up, because computing them on demand would recurse deeply in a deep tree.
         object.__setattr__(self, "size", self._count())
         object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))

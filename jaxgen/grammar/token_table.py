@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import ByteAutomaton, distances, distinct, restricted
+from jaxgen.grammar.stopping import check_stop
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 LARGEST_TABLE = 2**27  # maximum number of states times classes during construction; this many take 256 MB
@@ -180,6 +181,7 @@ def _follow(table: np.ndarray, tokens: Tokens, followed: np.ndarray | None = Non
             _refuse_size(len(table))
         composed = np.empty(len(pairs), np.int64)
         for i, (before, byte) in enumerate(zip(*np.divmod(pairs, len(step)), strict=True)):
+            check_stop()
             function = step[byte][functions[before]].tobytes()
             composed[i] = number.setdefault(function, len(functions))
             if composed[i] == len(functions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 import jax
@@ -15,17 +15,23 @@ from starlette.requests import ClientDisconnect, Request
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
+from jaxgen.engine.results import QueueFull
+from jaxgen.errors import InputError
 from jaxgen.scoring.text import score
+from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.errors import NO_RETRY, ApiError
+from jaxgen.serving.grammars import Grammar, Grammars, Wanted
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.protocol import Common
-from jaxgen.serving.requests import Asked, compiles
-from jaxgen.serving.scored import Scored
+from jaxgen.serving.requests import Asked
+from jaxgen.serving.scored import Scored, TokenTexts
+from jaxgen.serving.sizes import Size, Sizes
 from jaxgen.serving.stream import leaves
 from jaxgen.serving.text import Answer, Delta
 
+LARGE = 2**16  # number of bytes above which JSON is read and written in another thread
 _PREPARING = 2  # number of threads that read requests
 
 
@@ -34,38 +40,76 @@ class Answering:
 
     Attributes:
         pool: the threads that read requests.
+        large: the thread that reads and writes what is large, so that small requests do not wait for it.
         scoring: the thread that runs the model outside of the engine: scores of prompts, and embeddings.
     """
 
-    def __init__(self, engine: Engine, params: Any, cfg: GenerationConfig, limits: Limits, metrics: Metrics):
+    def __init__(
+        self, engine: Engine, params: Any, cfg: GenerationConfig, limits: Limits, metrics: Metrics, texts: TokenTexts
+    ):
         self._engine, self._params, self._cfg, self._limits, self._metrics = engine, params, cfg, limits, metrics
+        self._sizes = Sizes(texts, cfg.model.vocab_size, limits)
         self.pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        # Compiling a grammar can take seconds, and other requests must not wait for it.
-        self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
+        self.large = concurrent.futures.ThreadPoolExecutor(1, "jaxgen large request")
+        self.grammars = Grammars(engine.check_grammar, limits.grammar_seconds)
         self.scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
 
     def close(self) -> None:
         """Let the threads end."""
-        for pool in (self.pool, self._compiling, self.scoring):
+        self.grammars.close()
+        for pool in (self.pool, self.large, self.scoring):
             pool.shutdown(wait=False)
 
-    async def begin(self, request: Common, read: Callable[[Any], Asked], adapter: int) -> Live:
-        """Read a request; `adapter` is the number of the adapter that it uses, or -1."""
-        started = time.monotonic()
-        asked: Asked = await in_thread(self._compiling if compiles(request) else self.pool, read, request)
-        if len(asked.prompts) > (most := self._engine.most_waiting):
-            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, but at most {most} are accepted", "prompt")
+    async def begin(
+        self,
+        request: Common,
+        read: Callable[[Any], Asked],
+        adapter: int,
+        arrival: Arrival,
+        *,
+        repeated: int = 0,
+        copies: int = 1,
+    ) -> Live:
+        """Read a request, reserve memory for its answer, and compile its grammar.
+
+        `adapter` is the number of the adapter that it uses, or -1. `repeated` and `copies` are as in `Sizes.of`.
+        """
+        pool = self.pool_for(arrival.held.bytes)
+        asked, size = await in_thread(pool, self._read, request, read, repeated, copies)
+        arrival.held.add(self._sizes.held(size, bool(request.stream)))
+        if asked.wanted is not None:
+            asked = asked.following(await self._grammar(asked.wanted, arrival.group))
         if adapter >= 0:
             for prompt in asked.prompts:
                 prompt["adapter"] = adapter
         self._metrics.observe("request_params_n", asked.sequences)
         self._metrics.observe("request_params_max_tokens", asked.budget)
-        return Live(asked, self._engine, self._metrics, started, streams=bool(request.stream))
+        most_unread = self._limits.unread if request.stream else None
+        return Live(asked, self._engine, self._metrics, arrival, size, most_unread)
+
+    def pool_for(self, size: int) -> concurrent.futures.Executor:
+        """Return the threads that read or write a number of bytes."""
+        return self.pool if size < LARGE else self.large
+
+    def _read(self, request: Common, read: Callable[[Any], Asked], repeated: int, copies: int) -> tuple[Asked, Size]:
+        asked = read(request)
+        return asked, self._sizes.of(request, asked, repeated, copies)
+
+    async def _grammar(self, wanted: Wanted, group: Hashable) -> Grammar:
+        try:
+            return await self.grammars.get(wanted, group)
+        except InputError as error:
+            if wanted.field is None:
+                raise
+            raise ApiError(400, f"{wanted.field}: {error}", wanted.field) from error
 
     async def submit(self, live: Live) -> None:
         """Submit the prompts of a request, unless nothing is to be generated."""
         if not live.asked.budget:
             return
+        free = self._engine.free_places
+        if (count := len(live.asked.prompts)) > max(1, int(self._limits.share * free)):
+            raise QueueFull(f"{count} prompts are too many for the {free} free places in the queue: submit them later")
         await in_thread(self.pool, live.submit)
         lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
         self._metrics.count("prompt_tokens_total", sum(lengths))
@@ -75,20 +119,22 @@ class Answering:
 
     async def until_left(self, http: Request, work: Any, live: Live | None = None) -> Any:
         """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
+        arrival: Arrival = http.state.arrival
         task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
         try:
-            await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, left}, timeout=arrival.left, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if left.done():
                 raise ClientDisconnect
             self._metrics.count("request_cancelled_total")
-            raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
+            raise arrival.late()
         finally:
             if live is not None and (not task.done() or task.exception() is not None):
                 live.cancel()
             for each in (task, left):
                 each.cancel()
+            del task, each  # a task has its error, whose traceback has this frame: the request would stay in memory
 
     async def whole(self, live: Live) -> list[tuple[Answer, Delta]]:
         """Return the answers to a request that is not streamed, each with its whole content."""
@@ -103,25 +149,23 @@ class Answering:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
             return
         while left:
-            happened = [await live.news.get()]
-            while not live.news.empty():
-                happened.append(live.news.get_nowait())
             group = []
-            for place, news in happened:
+            for place, news in await live.get():
                 handle = live.handles[place // live.asked.sequences]
                 if handle.failure is not None:
                     raise handle.failure
                 if news.stop_reason:
                     done = handle.completion(news.sequence)
+                    if news.stop_reason == StopReason.NOT_A_NUMBER:
+                        raise ApiError(500, "the answer cannot continue: the model computed NaN", headers=NO_RETRY)
                     if done.error:
-                        status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
-                        raise ApiError(status, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
+                        raise ApiError(400, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
                     if not live.streams:  # only this event was queued, so it must contain all tokens
                         news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
                 group.append((place, answers[place].put(news)))
                 if news.stop_reason:
                     left -= 1
-                    self._ended(answers[place], live.started)
+                    self._ended(answers[place], live.arrival.started)
             yield group
         self._metrics.count("prefix_cache_hits_total", live.cached_tokens)
 

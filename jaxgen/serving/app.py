@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -22,10 +22,13 @@ from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.scoring.pooling import Pooling
-from jaxgen.serving.answering import Answering
+from jaxgen.serving.answering import LARGE, Answering
+from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
-from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
+from jaxgen.serving.errors import ApiError, api_error
+from jaxgen.serving.exchange import Sending, receive_body
+from jaxgen.serving.flight import BytesInFlight, Held
 from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -34,6 +37,7 @@ from jaxgen.serving.openapi import openapi
 from jaxgen.serving.page import page
 from jaxgen.serving.paths import PlainPaths
 from jaxgen.serving.protocol import (
+    Body,
     ChatRequest,
     Common,
     CompletionRequest,
@@ -55,6 +59,8 @@ from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
+_TOKEN = 200  # approximate size of a token in an answer of /tokenize
+_COPIES = 5  # number of times that a response of the Responses API, with its events, contains its text
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
 
 
@@ -100,7 +106,9 @@ class Service:
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
         context = context or cfg.model.context_length
-        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, thoughts)
+        self._limits = limits or Limits()
+        most = max(1, int(self._limits.share * engine.most_waiting))
+        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, most, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
@@ -109,7 +117,8 @@ class Service:
             )
         if len(self._adapters) <= len(adapters):
             raise InputError(f"the model and its adapters must have different names, got {[name, *adapters]}")
-        self._fingerprint, self._limits = fingerprint, limits or Limits()
+        self._fingerprint = fingerprint
+        self._has_clients = len(keys) > 1
         self._keys = Keys(keys)
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
         # Without a chat template, the web page offers text completion.
@@ -118,9 +127,10 @@ class Service:
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
         self._origins, self._hosts = list(cors_origins), list(allowed_hosts)
-        self._embedder = Embedder(params, cfg, tokenizer, pooling or Pooling(), self._reader.width)
+        self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), self._reader.width)
         self._responses = ResponseStore(response_store_bytes)
-        self._answering = Answering(engine, params, cfg, self._limits, self.metrics)
+        self._answering = Answering(engine, params, cfg, self._limits, self.metrics, self._texts)
+        self._flight = BytesInFlight(self._limits.in_flight)
 
     @property
     def is_open(self) -> bool:
@@ -175,17 +185,35 @@ class Service:
         """Return a handler that first checks the client's key, and reports errors in OpenAI's format."""
 
         async def handle(request: Request) -> Any:
+            group = self._group(request)
+            held = self._flight.hold(group)
+            request.state.arrival = Arrival(time.monotonic(), self._limits.seconds, group, held)
             try:
                 self._check_key(request)
-                result = await handler(request)
-                return result if isinstance(result, Response) else _json(200, result)
+                response = await self._response(await handler(request), held)
             except ClientDisconnect:
                 self.metrics.count("request_cancelled_total")
-                return Response(status_code=499)  # no client is left to read the response
+                response = Response(status_code=499)  # no client is left to read the response
             except Exception as error:
-                return self._refused(api_error(error))
+                response = self._refused(api_error(error))
+            except BaseException:
+                held.release()
+                raise
+            return Sending(response, held, self._limits.seconds)
 
         return handle
+
+    def _group(self, request: Request) -> Any:
+        """Identify a client by its key if there are several keys, and otherwise by its connection."""
+        return request.headers.get("authorization") if self._has_clients else request.scope.get("client")
+
+    async def _response(self, result: Any, held: Held) -> Response:
+        """Return the response for what a handler returned. Large ones are encoded in another thread."""
+        if isinstance(result, Response):
+            return result
+        if held.bytes < LARGE:
+            return _json(200, result)
+        return await in_thread(self._answering.large, _json, 200, result)
 
     def _refused(self, error: ApiError) -> Response:
         self.metrics.count("request_error_total", status=str(error.status))
@@ -199,22 +227,11 @@ class Service:
         if not self._keys.admit(request.headers.get("authorization", "")):
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
 
-    async def _body(self, request: Request) -> bytes:
-        check_json(request.headers)
-        most, seconds = self._limits.body, self._limits.body_seconds
-        too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
-        if int(request.headers.get("content-length", "0") or 0) > most:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError as error:
-            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", headers=NO_RETRY) from error
-        return bytes(body)
+    async def _read(self, http: Request, read: Callable[[bytes], Body]) -> Body:
+        """Receive the body of a request, and parse it, in another thread if it is large."""
+        check_json(http.headers)
+        body = await receive_body(http, self._limits, http.state.arrival.held)
+        return read(body) if len(body) < LARGE else await in_thread(self._answering.large, read, body)
 
     def _named(self, name: str | None) -> str:
         """Return the name of the model or adapter that a request is for."""
@@ -231,8 +248,8 @@ class Service:
 
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
-        request = decode(await self._body(http), kind)
-        live = await self._begin(request, read)
+        request = await self._read(http, lambda body: decode(body, kind))
+        live = await self._begin(http, request, read)
         replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:
             scored = await self._answering.until_left(http, self._answering.scored(live.asked), live)
@@ -240,17 +257,20 @@ class Service:
             return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
         return await self._answering.until_left(http, self._whole(replies, live), live)
 
-    async def _begin(self, request: Common, read: Callable[[Any], Asked]) -> Live:
-        """Read a request for the model or adapter that it names."""
+    async def _begin(self, http: Request, request: Common, read: Callable[[Any], Asked], **sizes: int) -> Live:
+        """Read a request for the model or adapter that it names; `sizes` are further arguments of `Answering.begin`."""
         adapter = self._adapters[self._named(request.model)]
-        return await self._answering.begin(request, read, adapter)
+        work = self._answering.begin(request, read, adapter, http.state.arrival, **sizes)
+        return await self._answering.until_left(http, work)
 
     async def _whole(self, replies: Replies, live: Live) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         scored = await self._answering.scored(live.asked)
         await self._answering.submit(live)
         choices = await self._answering.whole(live)
-        return replies.whole(choices, replies.usage([answer for answer, _ in choices], live.cached_tokens), scored)
+        usage = replies.usage([answer for answer, _ in choices], live.cached_tokens)
+        write = functools.partial(replies.whole, choices, usage, scored, live.size.most)
+        return write() if live.size.total < LARGE else await in_thread(self._answering.large, write)
 
     async def _events(
         self, replies: Replies, live: Live, scored: list[Scored] | None
@@ -274,13 +294,16 @@ class Service:
 
     async def _respond(self, http: Request) -> Any:
         """Return the response to a request of the Responses API, or a stream of its events."""
-        request = read_request(await self._body(http))
+        request = await self._read(http, read_request)
+        repeated = 3 * http.state.arrival.held.bytes  # bytes of the request in the first and the last events
         items: list[Item] = []
         if (previous := request.previous_response_id) is not None:
             items = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
         items += input_items(request, self._responses.item)
         model = self._named(request.model)
-        live = await self._begin(chat_request(request, items), renaming(self._reader.chat))
+        chat = chat_request(request, items)
+        with renaming():
+            live = await self._begin(http, chat, self._reader.chat, repeated=repeated, copies=_COPIES)
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
         events = self._response_events(writer, live, items)
         if request.stream:
@@ -323,9 +346,11 @@ class Service:
         return Response(self._responses.get(http.path_params["name"]).body, media_type="application/json")
 
     async def _embeddings(self, http: Request) -> Any:
-        request = decode(await self._body(http), EmbeddingRequest)
-        model = self._named(request.model)
-        rows = await in_thread(self._answering.pool, self._embedder.read, request)
+        request = await self._read(http, lambda body: decode(body, EmbeddingRequest))
+        model, held = self._named(request.model), http.state.arrival.held
+        reading = in_thread(self._answering.pool_for(held.bytes), self._embedder.read, request)
+        rows = await self._answering.until_left(http, reading)
+        held.add(self._embedder.answer_bytes(request, len(rows), self._limits.answer))
         tokens = sum(map(len, rows))
         self.metrics.count("prompt_tokens_total", tokens)
         vectors = await self._answering.until_left(http, self._vectors(rows, self._adapters[model]))
@@ -352,24 +377,36 @@ class Service:
         return card if name == self._name else card | {"parent": self._name}
 
     async def _tokenize(self, request: Request) -> Any:
-        asked = decode(await self._body(request), TokenizeRequest)
+        asked = await self._read(request, lambda body: decode(body, TokenizeRequest))
         self._named(asked.model)
-        return await in_thread(self._answering.pool, self._tokens, asked)
+        held: Held = request.state.arrival.held
+        work = in_thread(self._answering.pool_for(held.bytes), self._tokens, asked, held)
+        return await self._answering.until_left(request, work)
 
-    def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
+    def _tokens(self, asked: TokenizeRequest, held: Held) -> dict[str, Any]:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "pass either prompt or messages")
         if asked.prompt is None:
             ids = self._reader.conversation(asked, Tools.of(asked.tools, None, None))
         else:
-            ids = self._reader.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens)
+            ids = self._reader.encoder.encode(asked.prompt, "prompt", asked.add_special_tokens)
+        held.add(_TOKEN * len(ids))
         body = {"count": len(ids), "max_model_len": self._reader.context, "tokens": ids}
         return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
 
     async def _detokenize(self, request: Request) -> Any:
-        asked = decode(await self._body(request), DetokenizeRequest)
+        asked = await self._read(request, lambda body: decode(body, DetokenizeRequest))
         self._named(asked.model)
-        return {"prompt": await in_thread(self._answering.pool, self._reader.tokenizer.decode, asked.tokens, False)}
+        held: Held = request.state.arrival.held
+        work = in_thread(self._answering.pool_for(held.bytes), self._text, asked, held)
+        return {"prompt": await self._answering.until_left(request, work)}
+
+    def _text(self, asked: DetokenizeRequest, held: Held) -> str:
+        size = sum(len(self._texts.bytes(token)) for token in asked.tokens)
+        if size > (most := self._limits.answer):
+            raise ApiError(400, f"tokens have {size:,} bytes of text, but at most {most:,} are accepted", "tokens")
+        held.add(2 * size)
+        return self._reader.tokenizer.decode(asked.tokens, False)
 
     async def _tokenizer_info(self, _: Request) -> Any:
         tokenizer = self._reader.tokenizer

@@ -16,10 +16,11 @@ from jaxgen.errors import shown
 from jaxgen.programs import default_device
 from jaxgen.scoring.embedding import embed
 from jaxgen.scoring.pooling import Pooling
+from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.errors import ApiError
-from jaxgen.text.tokenizer import Tokenizer
 
 _MOST_TEXTS, _MOST_TOKENS = 2048, 300_000  # OpenAI's limits for a request
+_FLOAT, _BASE64 = 24, 6  # bytes of a number in an answer
 _ROWS = 8  # maximum number of texts in a pass
 _PASS_TOKENS, _PASS_TOKENS_ON_CPU = 8192, 1024  # approximate maximum number of tokens in a pass
 
@@ -70,8 +71,8 @@ class Embedder:
         width: the maximum number of tokens in a text.
     """
 
-    def __init__(self, params: Any, cfg: GenerationConfig, tokenizer: Tokenizer, pooling: Pooling, width: int):
-        self._params, self._cfg, self._tokenizer, self._pooling = params, cfg, tokenizer, pooling
+    def __init__(self, params: Any, cfg: GenerationConfig, encoder: Encoder, pooling: Pooling, width: int):
+        self._params, self._cfg, self._encoder, self._pooling = params, cfg, encoder, pooling
         self._width = width
 
     def read(self, request: EmbeddingRequest) -> list[list[int]]:
@@ -88,7 +89,7 @@ class Embedder:
 
     def _ids(self, text: Any, where: str, adds_special: bool) -> list[int]:
         if isinstance(text, str):
-            text = self._tokenizer.encode(text, add_special_tokens=adds_special)
+            text = self._encoder.encode(text, where, adds_special)
         elif not isinstance(text, list) or not all(type(token) is int for token in text):  # bool is not an id
             raise ApiError(400, f"{where} must be a text or a list of ids, got {shown(text)}", "input")
         if not 1 <= len(text) <= self._width:
@@ -111,6 +112,15 @@ class Embedder:
             raise ApiError(400, text, "dimensions")
         if size > full:
             raise ApiError(400, f"dimensions must be from 1 to {full}, got {size}", "dimensions")
+
+    def answer_bytes(self, request: EmbeddingRequest, texts: int, most: int) -> int:
+        """Return the size of an answer in bytes, or raise an `ApiError` if it is larger than `most`."""
+        size = texts * (request.dimensions or self._cfg.model.hidden_size)
+        size *= _BASE64 if request.encoding_format == "base64" else _FLOAT
+        if size > most:
+            text = f"the answer could have {size:,} bytes, but at most {most:,} are accepted: send fewer texts"
+            raise ApiError(400, f'{text}, or set encoding_format to "base64"', "input")
+        return 2 * size
 
     def passes(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield the indices of the texts of each pass: texts of the same rounded width, shortest first."""

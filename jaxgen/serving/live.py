@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import Event, Handle
+from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.requests import Asked
+from jaxgen.serving.sizes import Size
 
 
 class Live:
@@ -20,14 +22,27 @@ class Live:
 
     Attributes:
         asked: the request.
-        started: the time at which the request arrived, as returned by `time.monotonic`.
-        streams: if True, all events are queued; otherwise, only the last event of each sequence.
+        arrival: the time at which the request arrived, and its client.
+        streams: if True, all events are queued; otherwise, only the last event of each sequence. A stream has a
+            maximum number of bytes in the queue, `most_unread`.
+        size: the estimated size of the answer.
+        overrun: called in the loop's thread if the client of a stream does not read; it should end the stream.
         news: the queue. Each item consists of a sequence's index within the request and one of the sequence's events.
         handles: the prompts' handles in the engine.
     """
 
-    def __init__(self, asked: Asked, engine: Engine, metrics: Metrics, started: float, streams: bool):
-        self.asked, self.started, self.streams = asked, started, streams
+    def __init__(
+        self,
+        asked: Asked,
+        engine: Engine,
+        metrics: Metrics,
+        arrival: Arrival,
+        size: Size,
+        most_unread: int | None,
+    ):
+        self.asked, self.arrival, self.size, self.streams = asked, arrival, size, most_unread is not None
+        self.overrun: Callable[[], object] = lambda: None
+        self._most_unread, self._unread = most_unread or 0, 0
         self._engine, self._metrics = engine, metrics
         self._loop = asyncio.get_running_loop()
         self.news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -40,7 +55,8 @@ class Live:
         """Submit all prompts; any thread may call this method. If an error is raised, no prompt is answered."""
         try:
             for number, prompt in enumerate(self.asked.prompts):
-                handle = self._engine.follow(prompt, functools.partial(self._hear, number), 0)
+                hear = functools.partial(self._hear, number)
+                handle = self._engine.follow(prompt, hear, 0, group=self.arrival.group)
                 with self._lock:
                     self.handles.append(handle)
                     if self._is_cancelled:
@@ -57,11 +73,26 @@ class Live:
             if place in self._last:
                 self._metrics.observe("inter_token_latency_seconds", (now - self._last[place]) / count, count)
             elif news.sequence == 0:
-                self._metrics.observe("time_to_first_token_seconds", now - self.started)
+                self._metrics.observe("time_to_first_token_seconds", now - self.arrival.started)
             self._last[place] = now
             self._metrics.count("generation_tokens_total", count)
         if self.streams or news.stop_reason or not news.tokens:
-            self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
+            self._loop.call_soon_threadsafe(self._queue, place, news)
+
+    def _queue(self, place: int, news: Event) -> None:
+        self.news.put_nowait((place, news))
+        self._unread += len(news.tokens) * self.size.token
+        if self.streams and self._unread > self._most_unread:
+            self.cancel()
+            self.overrun()
+
+    async def get(self) -> list[tuple[int, Event]]:
+        """Wait for events, and take all of them from the queue."""
+        happened = [await self.news.get()]
+        while not self.news.empty():
+            happened.append(self.news.get_nowait())
+        self._unread = 0
+        return happened
 
     @property
     def cached_tokens(self) -> int:

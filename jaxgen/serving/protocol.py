@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jaxgen.errors import shown
+from jaxgen.errors import InputError, shown
 from jaxgen.serving.errors import ApiError
+from jaxgen.text.json_file import parse_json
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
 _PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
@@ -271,11 +272,14 @@ Body = TypeVar("Body")
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
     try:
+        parse_json(body.decode())  # also refuses what msgspec accepts, such as duplicate keys
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except InputError as error:
+        raise ApiError(400, f"the body is {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     for name, (neutral, advice) in NEUTRAL.items():

@@ -18,7 +18,8 @@ from jaxgen.serving.tools import Tools
 from jaxgen.text.chat_template import continued
 from jaxgen.text.tokenizer import Tokenizer
 
-_TAKEN = {"conversation", "messages", "tools", "documents", "add_generation_prompt"}  # not in chat_template_kwargs
+# Names that chat_template_kwargs must not have, because they are set in other ways
+_TAKEN = {"add_generation_prompt", "conversation", "documents", "messages", "self", "tools"}
 # A template may reject a conversation without tools if there are calls, so the probe has tools if the request does.
 _PROBE = {"name": "first_probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}}
 
@@ -122,7 +123,8 @@ def _variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables that a request sets for the chat template."""
     given = dict(request.chat_template_kwargs or {})
     if taken := _TAKEN & given.keys():
-        raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}", "chat_template_kwargs")
+        reserved = f"{', '.join(sorted(_TAKEN))} are reserved"
+        raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}: {reserved}", "chat_template_kwargs")
     variables: dict[str, Any] = {}
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort

@@ -8,11 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatRequest, Common
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 from jaxgen.serving.text import Answer, Delta
+
+SHORTER = "lower max_tokens, n or the number of log-probabilities"
 
 
 @dataclasses.dataclass
@@ -30,7 +35,6 @@ class Replies:
         self.id = self.request.request_id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._as_id = bool(self.request.return_tokens_as_token_ids)
-        self._offsets: dict[int, int] = {}  # for each choice, the number of characters before the next token
         self._calls: dict[int, int] = {}  # for each choice, the number of calls that were sent
 
     def _head(self, of_chat: str) -> dict[str, Any]:
@@ -50,12 +54,31 @@ class Replies:
         return total
 
     def whole(
-        self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
+        self,
+        choices: Sequence[tuple[Answer, Delta]],
+        usage: dict[str, Any],
+        of_prompts: Sequence[Scored] | None,
+        most: int,
     ) -> dict[str, Any]:
-        """Return a body with all choices, in the order of the prompts; `of_prompts` are the prompts' scored tokens."""
+        """Return a body with all choices, in the order of the prompts.
+
+        Each choice is encoded at once, because its values take far more memory than its JSON.
+
+        Args:
+            choices: the answers.
+            usage: the token counts.
+            of_prompts: the prompts' scored tokens, or None.
+            most: the maximum number of bytes in all choices.
+        """
         write = self._chat_choice if self._is_chat else self._completion_choice
         body = self._head("chat.completion")
-        body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
+        encoded, size = [], 0
+        for index, choice in enumerate(choices):
+            encoded.append(msgspec.Raw(msgspec.json.encode(write(index, *choice, of_prompts))))
+            size += len(encoded[-1])
+            if size > most:
+                raise ApiError(400, f"the answer has more than {most:,} bytes: {SHORTER}")
+        body["choices"] = encoded
         body["usage"] = usage
         if self.asked.left_out:
             body["left_out"] = self.asked.left_out
@@ -86,8 +109,8 @@ class Replies:
             choice |= {"delta": content, "logprobs": self._chat_logprobs(delta)}
         else:
             prompt = self._echoed(index) if is_first else ""
-            scored = self._scored(delta, of_prompt if is_first and self.asked.texts is not None else None)
-            choice |= {"text": prompt + delta.text, "logprobs": self._completion_logprobs(index, scored)}
+            scored = self._scored(delta, of_prompt if is_first and self.asked.echoes is not None else None)
+            choice |= {"text": prompt + delta.text, "logprobs": self._completion_logprobs(index, scored, delta)}
         # The answer may have more events than this one.
         choice |= {"finish_reason": delta.finish, "stop_reason": answer.stop_reason if delta.finish else None}
         if self.request.return_token_ids:
@@ -106,7 +129,7 @@ class Replies:
         return self.asked.prompts[index // self.asked.sequences]
 
     def _echoed(self, index: int) -> str:
-        return "" if self.asked.texts is None else self.asked.texts[index // self.asked.sequences]
+        return "" if self.asked.echoes is None else self.asked.echoes[index // self.asked.sequences].text
 
     def _chat_choice(self, index: int, answer: Answer, delta: Delta, _: Any) -> dict[str, Any]:
         content = delta.text if delta.text or not (delta.calls or delta.thought) else None
@@ -123,9 +146,9 @@ class Replies:
         self, index: int, answer: Answer, delta: Delta, of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
         of_prompt = None if of_prompts is None else of_prompts[index // self.asked.sequences]
-        scored = self._scored(delta, of_prompt if self.asked.texts is not None else None)
+        scored = self._scored(delta, of_prompt if self.asked.echoes is not None else None)
         choice = {"index": index, "text": self._echoed(index) + delta.text}
-        choice |= {"logprobs": self._completion_logprobs(index, scored), "finish_reason": delta.finish}
+        choice |= {"logprobs": self._completion_logprobs(index, scored, delta), "finish_reason": delta.finish}
         choice["stop_reason"] = answer.stop_reason
         if of_prompt is not None and self.request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._of_prompt(of_prompt)
@@ -152,20 +175,20 @@ class Replies:
             return None
         return {"content": entries(scored, self.texts, self._as_id), "refusal": None}
 
-    def _completion_logprobs(self, index: int, scored: Scored | None) -> dict[str, Any] | None:
+    def _completion_logprobs(self, index: int, scored: Scored | None, delta: Delta) -> dict[str, Any] | None:
         if scored is None:
             return None
         tokens = [self.texts.text(token, self._as_id) for token in scored.tokens]
-        offset, offsets, most_likely = self._offsets.get(index, 0), [], []
+        most_likely = []
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
-            offsets.append(offset)
-            offset += len(self.texts.text(token))
             # Include the chosen token. If several tokens have the same text, show only the most likely one.
             named: dict[str, float | None] = {}
             for other, value in (*likely[: self.asked.logprobs], (token, logprob)):
                 named.setdefault(self.texts.text(other, self._as_id), value)
             most_likely.append(None if logprob is None else named)
-        self._offsets[index] = offset
+        offsets = [len(self._echoed(index)) + offset for offset in delta.offsets]
+        if self.asked.echoes is not None and len(scored.tokens) > len(offsets):  # the prompt's tokens come first
+            offsets = self.asked.echoes[index // self.asked.sequences].offsets + offsets
         values = {"tokens": tokens, "token_logprobs": scored.logprobs, "text_offset": offsets}
         return values | {"top_logprobs": most_likely if self.asked.logprobs else None}
 

@@ -6,10 +6,8 @@ import dataclasses
 import json
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
@@ -18,13 +16,16 @@ from jaxgen.config.ends import end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.rng import seed_key
-from jaxgen.errors import InputError, JaxgenError, shown
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import EMPTY, Expression, sequence
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.serving.echo import Echo, echo_of
+from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
+from jaxgen.serving.grammars import Grammar, Wanted
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.rendering import Prompt, Renderer
 from jaxgen.serving.text import Answer, StopCut
@@ -33,9 +34,9 @@ from jaxgen.text.spelled import Spelled
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
-_GRAMMARS = 64  # maximum number of cached grammars
 _MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API
+_LONGEST_ID = 256  # maximum number of characters in a request's id
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -45,36 +46,36 @@ class Asked:
 
     Attributes:
         prompts: the prompts for the engine, as dicts that contain `ids` and options by name.
-        texts: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
+        echoes: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
         sequences: the number of sequences per prompt.
         logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
         prompt_logprobs: the number of most likely tokens to show for each token of a prompt, or None.
         answer: a function that creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
         call_id: a function that returns a new id for a call.
+        wanted: the grammar that the answers follow, or None.
         left_out: what the request's schemas have that is not enforced.
     """
 
     prompts: list[dict[str, Any]]
-    texts: list[str] | None
+    echoes: list[Echo] | None
     sequences: int
     logprobs: int | None
     prompt_logprobs: int | None
     answer: Callable[[], Answer]
     budget: int
     call_id: Callable[[], str] = Hermes().call_id
+    wanted: Wanted | None = None
     left_out: Sequence[str] = ()
+
+    def following(self, grammar: Grammar) -> Asked:
+        """Return the request with its grammar."""
+        prompts = [{**prompt, "allowed": grammar.automaton} for prompt in self.prompts]
+        return dataclasses.replace(self, prompts=prompts, left_out=grammar.left_out)
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each sequence of each prompt."""
         return [self.answer() for _ in range(len(self.prompts) * self.sequences)]
-
-
-class _Grammar(NamedTuple):
-    """The automaton that an answer follows, and what its schemas have that is not enforced."""
-
-    automaton: TokenAutomaton
-    left_out: Sequence[str]
 
 
 class Reader:
@@ -89,6 +90,7 @@ class Reader:
         width: the maximum number of tokens in a prompt.
         context: the maximum number of tokens in a prompt and its answer together.
         entries: the maximum number of entries in an option whose value is a table of ids.
+        most_prompts: the maximum number of prompts in a request.
         thoughts: if True, thoughts are separated from the content of answers.
     """
 
@@ -99,35 +101,37 @@ class Reader:
         width: int,
         context: int,
         entries: int,
+        most_prompts: int,
         thoughts: bool = True,
     ):
         self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
+        self._most_prompts = most_prompts
         self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         self._more_eos = end_of_turn(cfg, tokenizer)
         self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
         self._renderer = Renderer(tokenizer, thoughts)
-        self._grammars: OrderedDict[Any, _Grammar] = OrderedDict()
         self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
-        self._lock = threading.Lock()
+        self.encoder = Encoder(tokenizer, width)
 
     def completion(self, request: CompletionRequest) -> Asked:
         """Read a request for completions."""
         given = _prompts(request.prompt)
+        if len(given) > (most := self._most_prompts):
+            raise ApiError(400, f"prompt has {len(given)} prompts, but at most {most} are accepted", "prompt")
         rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
         shown_logprobs = self._top(request.logprobs, "logprobs")
         most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        texts = None
-        if request.echo:
-            texts = [
-                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
-                for prompt in given
-            ]
         of_prompts = shown_logprobs if request.echo else None
         if request.prompt_logprobs is not None:
             of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
         if most == 0 and not request.echo and request.prompt_logprobs is None:
             raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
-        return self._asked(request, rows, most, shown_logprobs, of_prompts, None, texts)
+        asked = self._asked(request, rows, most, shown_logprobs, of_prompts, None)
+        if not request.echo:
+            return asked
+        pairs = zip(asked.prompts, given, strict=True)
+        echoes = [echo_of(self.tokenizer, read["ids"], text if isinstance(text, str) else None) for read, text in pairs]
+        return dataclasses.replace(asked, echoes=echoes)
 
     def chat(self, request: ChatRequest) -> Asked:
         """Read a request for chat completions."""
@@ -135,18 +139,18 @@ class Reader:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
         prompt = self._renderer.prompt(request, tools)
-        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        ids = self.encoder.encode(prompt.text, "messages")
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         most = getattr(request, name)
         if most is not None and most < 1:
             raise ApiError(400, f"{name} must be at least 1, got {most}", name)
-        return self._asked(request, [ids], most, top, of_prompt, prompt, None)
+        return self._asked(request, [ids], most, top, of_prompt, prompt)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
         """Return the ids of the conversation in a request."""
-        return self.tokenizer.encode(self._renderer.prompt(request, tools).text, add_special_tokens=False)
+        return self.encoder.encode(self._renderer.prompt(request, tools).text, "messages")
 
     def _asked(
         self,
@@ -156,9 +160,11 @@ class Reader:
         logprobs: int | None,
         of_prompts: int | None,
         prompt: Prompt | None,
-        texts: list[str] | None,
     ) -> Asked:
         """Read the fields shared by requests for completions and for chat completions."""
+        if (name := request.request_id) is not None and not (name.isprintable() and len(name) <= _LONGEST_ID):
+            text = f"request_id must have at most {_LONGEST_ID} printable characters, got {len(name)}: {shown(name)}"
+            raise ApiError(400, text, "request_id")
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
         if request.stream and request.prompt_logprobs is not None:
@@ -172,9 +178,7 @@ class Reader:
         where = "prompt" if prompt is None else "messages"
         budgets = [self._budget(len(row), most, where) for row in rows]
         options = self._options(request, max(budgets))
-        grammar = self._grammar(request, prompt)
-        if grammar is not None:
-            options["allowed"] = grammar.automaton
+        wanted = self._wanted(request, prompt)
         if logprobs is None:
             options["output_logprobs"] = None
         else:
@@ -184,22 +188,23 @@ class Reader:
             for each, key in zip(prompts, _keys(request.seed, len(prompts)), strict=True):
                 each["key"] = key
 
+        skips, keeps = request.skip_special_tokens, request.include_stop_str_in_output
+
         def answer() -> Answer:
             kept = () if prompt is None else prompt.marks
-            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens, kept=kept)
-            cut = StopCut(options.get("stop_strings", ()), request.include_stop_str_in_output)
+            stream = TextStream(self.tokenizer, skip_special_tokens=skips, kept=kept)
+            cut = StopCut(options.get("stop_strings", ()), keeps)
             if prompt is None:
                 return Answer(stream, cut, None, None, False)
             return Answer(
                 stream, cut, prompt.thoughts(), prompt.calls(), prompt.tools is not None and prompt.tools.named
             )
 
-        asked = Asked(prompts, texts, options.get("n", 1), logprobs, of_prompts, answer, max(budgets))
-        asked = asked if grammar is None else dataclasses.replace(asked, left_out=grammar.left_out)
+        asked = Asked(prompts, None, options.get("n", 1), logprobs, of_prompts, answer, max(budgets), wanted=wanted)
         return asked if prompt is None else dataclasses.replace(asked, call_id=prompt.form.call_id)
 
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
-        return self.tokenizer.encode(prompt, add_special_tokens=adds_special) if isinstance(prompt, str) else prompt
+        return self.encoder.encode(prompt, "prompt", adds_special) if isinstance(prompt, str) else prompt
 
     def _budget(self, length: int, most: int | None, where: str) -> int:
         """Return the maximum number of tokens in the answer to a prompt of `length` tokens from the field `where`."""
@@ -284,10 +289,11 @@ class Reader:
             raise ApiError(400, "bad_words has an empty word", "bad_words")
         if 2 * len(words) > self.entries:
             raise ApiError(400, f"bad_words has {len(words)} words, but at most {self.entries // 2} are supported")
+        self.encoder.check(words, "bad_words")
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _grammar(self, request: Common, prompt: Prompt | None) -> _Grammar | None:
+    def _wanted(self, request: Common, prompt: Prompt | None) -> Wanted | None:
         """Return the grammar that an answer must follow, or None."""
         left_out = [] if request.unsupported == "warn" else None
         given = {"structured_outputs": request.structured_outputs}
@@ -302,20 +308,17 @@ class Reader:
             tools, form = prompt.tools, prompt.form
             key = (type(form).__name__, tools.key)
             name = "the grammar of the tool calls"
-            return self._cached(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
+            return self._compiled(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
         if len(given) > 1:
             raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
         if not given:
             return None
         [(name, structure)] = given.items()
-        try:
-            return self._structured(name, structure, prompt, left_out)
-        except JaxgenError as error:
-            raise ApiError(400, f"{name}: {error}", name) from error
+        return dataclasses.replace(self._structured(name, structure, prompt, left_out), field=name)
 
     def _structured(
         self, name: str, structure: Structured, prompt: Prompt | None, left_out: list[str] | None
-    ) -> _Grammar:
+    ) -> Wanted:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
@@ -326,46 +329,32 @@ class Reader:
                 raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._cached((kind, value), "the pattern", lambda: read_regex(value), prompt, None)
+            return self._compiled((kind, value), "the pattern", lambda: read_regex(value), prompt, None)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
-        return self._cached(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
+        return self._compiled(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
 
-    def _cached(
+    def _compiled(
         self,
         key: Any,
         name: str,
         read: Callable[[], Expression],
         prompt: Prompt | None,
         left_out: list[str] | None,
-    ) -> _Grammar:
+    ) -> Wanted:
         """Return the grammar for an expression; the thought of an answer to `prompt` may come before its text.
 
         `read` adds what cannot be enforced to `left_out`, if this is a list.
         """
         before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
-        key = (key, None if prompt is None else prompt.key, left_out is None)
-        with self._lock:
-            if key in self._grammars:
-                self._grammars.move_to_end(key)
-                return self._grammars[key]
-            if marks not in self._tokenizers:
-                self._tokenizers[marks] = Spelled(self.tokenizer, marks)
-        expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
-        automaton = TokenAutomaton.from_expression(expression, self._tokenizers[marks], name=name, vocab_size=vocab)
-        grammar = _Grammar(automaton, left_out or ())
-        with self._lock:
-            grammar = self._grammars.setdefault(key, grammar)
-            if len(self._grammars) > _GRAMMARS:
-                self._grammars.popitem(last=False)
-        return grammar
+        tokenizer = self._tokenizers.setdefault(marks, Spelled(self.tokenizer, marks)) if marks else self.tokenizer
 
+        def build() -> Grammar:
+            expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
+            automaton = TokenAutomaton.from_expression(expression, tokenizer, name=name, vocab_size=vocab)
+            return Grammar(automaton, left_out or ())
 
-def compiles(request: Common) -> bool:
-    """Return True if a request has a grammar that may have to be compiled first."""
-    guided = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
-    of_chat = (request.response_format, request.tools) if isinstance(request, ChatRequest) else ()
-    return any(field is not None for field in (*guided, *of_chat))
+        return Wanted((key, None if prompt is None else prompt.key, left_out is None), build)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:

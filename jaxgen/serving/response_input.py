@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from jaxgen.errors import JaxgenError
 from jaxgen.serving.errors import ApiError, api_error
 from jaxgen.serving.protocol import ChatRequest, decode
-from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_records import (
     AllowedTools,
     ChosenFunction,
@@ -130,18 +130,15 @@ def chat_request(request: ResponseRequest, items: Iterable[Item]) -> ChatRequest
     return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
 
 
-def renaming(read: Callable[[ChatRequest], Asked]) -> Callable[[ChatRequest], Asked]:
-    """Return `read` with errors that name the fields of the Responses API."""
-
-    def reading(request: ChatRequest) -> Asked:
-        try:
-            return read(request)
-        except (ApiError, JaxgenError, TypeError) as error:
-            found = api_error(error)
-            param = found.param and _renamed(found.param)
-            raise ApiError(found.status, _renamed(found.message), param, found.headers) from error
-
-    return reading
+@contextlib.contextmanager
+def renaming() -> Iterator[None]:
+    """Let errors in the block name the fields of the Responses API."""
+    try:
+        yield
+    except (ApiError, JaxgenError, TypeError) as error:
+        found = api_error(error)
+        param = found.param and _renamed(found.param)
+        raise ApiError(found.status, _renamed(found.message), param, found.headers) from error
 
 
 def _renamed(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,10 +11,11 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
+from jaxgen.serving.errors import ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live
 from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.replies import SHORTER
 
 _LAST_WORDS = 2.0  # seconds allowed for sending the final error to a client that may not be reading
 
@@ -37,19 +37,21 @@ class EventStream(StreamingResponse):
         """Send the stream."""
         try:
             with contextlib.suppress(TimeoutError, ClientDisconnect):
-                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # in case the client stops reading
+                async with asyncio.timeout(self._live.arrival.left + _LAST_WORDS) as clock:
+                    self._live.overrun = lambda: clock.reschedule(0)  # the client has stopped reading
                     await super().__call__(scope, receive, send)
         finally:
+            self._live.overrun = lambda: None
             self._live.cancel()
             if not self._ended:
                 self._metrics.count("request_cancelled_total")
 
     async def _bodies(self) -> AsyncIterator[bytes]:
         """Yield the data to send: groups of chunks, or a comment if there has been no group for a while."""
-        end, error = time.monotonic() + self._limits.seconds, None
+        error, sent = None, 0
         following = asyncio.ensure_future(anext(self._groups, None))
         try:
-            while (left := end - time.monotonic()) > 0:
+            while (left := self._live.arrival.left) > 0:
                 await asyncio.wait({following}, timeout=min(self._limits.keep_alive, left))
                 if not following.done():
                     yield b": keep-alive\n\n"
@@ -59,10 +61,13 @@ class EventStream(StreamingResponse):
                     break
                 following = asyncio.ensure_future(anext(self._groups, None))
                 if group:
-                    yield b"".join(map(self._encoded, group))
+                    data = b"".join(map(self._encoded, group))
+                    sent += len(data)
+                    if sent > self._live.size.most:
+                        raise ApiError(400, f"the answer has more than {self._live.size.most:,} bytes: {SHORTER}")
+                    yield data
             else:
-                message = f"the answer took more than {self._limits.seconds:g} seconds"
-                error = ApiError(408, message, headers=NO_RETRY)
+                error = self._live.arrival.late()
         except Exception as failure:
             self._metrics.count("request_error_total")
             error, self._ended = api_error(failure), True

@@ -22,7 +22,7 @@ class StopCut:
     """
 
     def __init__(self, strings: Sequence[str], keeps: bool):
-        self._strings, self._keeps = strings, keeps
+        self._strings, self._keeps = tuple(dict.fromkeys(strings)), keeps
         self._longest = max(map(len, self._strings), default=0)
         self._held = ""
         self.found: str | None = None
@@ -65,6 +65,8 @@ class Delta(NamedTuple):
         logprobs: the log-probabilities of the tokens, or None.
         finish: OpenAI's finish reason; None before the end.
         thought: the new text of the thought.
+        offsets: for each token with a log-probability, the number of characters that were complete before the token;
+            only if the answer has neither thoughts nor calls.
     """
 
     text: str
@@ -73,6 +75,7 @@ class Delta(NamedTuple):
     logprobs: LogProbs | None
     finish: str | None
     thought: str = ""
+    offsets: Sequence[int] = ()
 
 
 class Answer:
@@ -88,7 +91,7 @@ class Answer:
         self, stream: TextStream, cut: StopCut, thoughts: ThoughtParser | None, parser: CallParser | None, forced: bool
     ):
         self._stream, self._cut, self._thoughts, self._parser, self._forced = stream, cut, thoughts, parser, forced
-        self.count = self.thinking = 0
+        self.count = self.thinking = self._length = 0
         self._has_calls = False
         self.reason = StopReason.NONE
 
@@ -101,7 +104,8 @@ class Answer:
         """Process an event of the sequence, and return what the event adds to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
-        thought, text = self._read(news.tokens)
+        offsets: list[int] = []
+        thought, text = self._read(news.tokens, offsets if news.logprobs is not None else None)
         calls: list[Call] = []
         if self._parser is not None:
             text, calls = self._parser.put(text)
@@ -109,12 +113,17 @@ class Answer:
                 rest, more = self._parser.end()
                 text, calls = text + rest, calls + more
         self._has_calls = self._has_calls or bool(calls)
-        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None, thought)
+        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None, thought, offsets)
 
-    def _read(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return the thought and the other text that tokens add."""
+    def _read(self, tokens: Sequence[int], offsets: list[int] | None) -> tuple[str, str]:
+        """Return the thought and the other text that tokens add; add the tokens' offsets to `offsets`, if given."""
         parts = []
-        if self._thoughts is None:
+        if self._thoughts is None and offsets is not None:
+            for token in tokens:
+                offsets.append(self._length)
+                parts.append(("", self._cut.put(self._stream.put(token))))
+                self._length += len(parts[-1][1])
+        elif self._thoughts is None:
             parts.append(("", self._cut.put(self._stream.put(tokens))))
         else:
             for token in tokens:  # one by one, to count the tokens of the thought

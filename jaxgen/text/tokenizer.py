@@ -40,6 +40,7 @@ ELSEWHERE = {
 # transformers writes int(1e30) as the maximum length if a checkpoint has no limit
 NO_MAX_LENGTH = 10**20
 _LARGEST_ID = 2**31 - 1
+_LONG = 2**14  # number of characters above which a text is encoded without the interpreter's lock
 
 
 class Batch(NamedTuple):
@@ -197,7 +198,10 @@ class Tokenizer:
         backend = self._splitting_backend if split else self.backend
         # Truncate in a separate step, because the backend's own truncation cannot be set for a single call.
         with library_errors(self.source):
-            encoding = backend.encode(text, add_special_tokens=False)
+            if len(text) > _LONG:  # only the methods for several texts let other Python threads run meanwhile
+                [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+            else:
+                encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
             added = backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
             if max_length < max(added, 1):

@@ -9,6 +9,7 @@ import pytest
 from jaxgen.cli.run_batch import _answer
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.serving.batch import BatchRequest, answer_batch, read_batch
+from jaxgen.serving.limits import Limits
 from tests.support.service import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -34,7 +35,7 @@ def answers(running, requests: list[BatchRequest], at_once: int = 4) -> dict[int
 
 @pytest.fixture(scope="module")
 def service():
-    with running(most_waiting=4, warm=False) as made:
+    with running(most_waiting=4, warm=False, limits=Limits(share=1.0)) as made:
         yield made
 
 

@@ -1,6 +1,8 @@
 import json
 import operator
 import re
+import threading
+import time
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -151,6 +153,32 @@ class TestEncode:
             llama().encode(["a"])  # type: ignore[arg-type]
         with pytest.raises(InputError, match="Unicode"):
             llama().encode("\ud800")
+
+    @pytest.mark.parametrize("tokenizer", [byte_level(), llama()])
+    @pytest.mark.parametrize("own", [{}, {"add_special_tokens": False}, {"max_length": 7}, {"max_length": 20_000}])
+    def test_long_texts_are_encoded_like_short_ones(self, tokenizer, own, monkeypatch):
+        text = "The <|end|> höchst </s> fox \u0301 " * 2000
+        found = tokenizer.encode(text, **own)
+        monkeypatch.setattr("jaxgen.text.tokenizer._LONG", len(text))
+        assert tokenizer.encode(text, **own) == found
+
+    def test_other_threads_run_while_a_long_text_is_encoded(self):
+        text, done, longest = "the quick brown fox " * 50_000, threading.Event(), [0.0]
+
+        def watch():
+            last = time.perf_counter()
+            while not done.is_set():
+                time.sleep(0.001)
+                longest[0], last = max(longest[0], time.perf_counter() - last), time.perf_counter()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        begin = time.perf_counter()
+        BYTE_LEVEL.encode(text)
+        seconds = time.perf_counter() - begin
+        done.set()
+        watcher.join()
+        assert longest[0] < seconds / 2
 
 
 class TestDecode:

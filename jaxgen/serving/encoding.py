@@ -1,0 +1,48 @@
+"""Encode the texts of requests, and refuse those that cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxgen.errors import ConfigError
+from jaxgen.serving.errors import ApiError
+from jaxgen.text.tokenizer import Tokenizer
+
+_BYTES = 128  # assumed to be the length of the longest token if it is shorter, because some tokenizers drop characters
+
+
+class Encoder:
+    """Converts texts to ids. Texts that are far too long are refused before they are encoded.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        width: the maximum number of tokens in a prompt.
+
+    Attributes:
+        most_bytes: the maximum number of bytes in a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, width: int):
+        self.tokenizer, self._width = tokenizer, width
+        try:
+            longest = max((len(token) for token in tokenizer.token_bytes() if token is not None), default=0)
+        except ConfigError:  # the text is not the concatenation of the tokens' texts
+            longest = max(len(token.encode()) for token in tokenizer.backend.get_vocab())
+        self._longest = max(longest, _BYTES)
+        self.most_bytes = width * self._longest
+
+    def encode(self, text: str, field: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text, or raise an `ApiError` that names the field."""
+        self.check([text], field)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check(self, texts: Iterable[str], field: str) -> None:
+        """Raise an `ApiError` if texts are too long together."""
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if size > self.most_bytes:
+            raise ApiError(
+                400,
+                f"{field} has {size:,} bytes of text, but at most {self.most_bytes:,} are accepted: {self._longest} "
+                f"for each of the {self._width:,} tokens that a prompt may have",
+                field,
+            )
