@@ -289,7 +289,7 @@ class TestMistakes:
             ),
             (["A", "--max-length", "9", "--max-new-tokens", "5"], "not allowed with"),
             (["A", "--min-length", "9", "--min-new-tokens", "5"], "not allowed with"),
-            (["A", "--seed", "-1"], "at least 0"),
+            (["A", "--seed", "-9223372036854775809"], "at least -9223372036854775808"),
             (["A", "--seed", "one"], "--seed"),
             (["A", "--dtype", "int8"], "--dtype"),
             (["A", "--dola-layers", "2,x"], "'2,x' is neither low, high nor layers"),
