@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import multiprocessing
+import os
 import random
 import socket
 import sys
@@ -104,6 +105,7 @@ def _attacked(address: str, kinds: list[str]) -> Iterator[None]:
 
 
 def _repeat(address: str, kind: str, number: int, ready: Semaphore) -> None:
+    os.nice(19)  # attackers would have processors of their own
     rng = random.Random(number)
     _text()
     ready.release()

@@ -144,6 +144,11 @@ class Engine:
         return self._runner.is_open and self._home.is_this_process
 
     @property
+    def is_busy(self) -> bool:
+        """True while prompts are being answered."""
+        return not self._schedule.idle
+
+    @property
     def free_places(self) -> int:
         """The number of prompts that can still be submitted before `submit` raises `QueueFull`."""
         self._home.check()

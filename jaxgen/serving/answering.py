@@ -51,7 +51,7 @@ class Answering:
         self._sizes = Sizes(texts, cfg.model.vocab_size, limits)
         self.pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
         self.large = concurrent.futures.ThreadPoolExecutor(1, "jaxgen large request")
-        self.grammars = Grammars(engine.check_grammar, limits.grammar_seconds)
+        self.grammars = Grammars(engine.check_grammar, limits.grammar_seconds, lambda: engine.is_busy)
         self.scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
 
     def close(self) -> None:

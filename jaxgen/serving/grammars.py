@@ -21,7 +21,7 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 
 _MOST_BYTES = 2**27  # maximum size of all cached grammars together
 _MOST_REFUSALS = 256  # maximum number of cached errors
-_TURN = 0.002  # seconds that the thread works, and then sleeps
+_TURN = 0.002  # seconds that the thread works, and then sleeps, while the engine is busy
 _MOST_JOBS = 64  # maximum number of grammars that wait to be compiled
 
 
@@ -70,6 +70,7 @@ class Grammars:
     Args:
         fits: raises an `InputError` if the engine cannot use an automaton. Such grammars are not cached.
         seconds: the time limit for compiling one grammar.
+        is_busy: returns True while the engine answers prompts. Then, compilation takes only half of the time.
         most_bytes: the maximum size of all cached grammars. Those that were not used for the longest time are dropped.
         most_jobs: the maximum number of grammars that wait.
     """
@@ -78,10 +79,12 @@ class Grammars:
         self,
         fits: Callable[[TokenAutomaton], None],
         seconds: float = 30.0,
+        is_busy: Callable[[], bool] = lambda: False,
         most_bytes: int = _MOST_BYTES,
         most_jobs: int = _MOST_JOBS,
     ):
-        self._fits, self._seconds, self._most_bytes, self._most_jobs = fits, seconds, most_bytes, most_jobs
+        self._fits, self._seconds, self._is_busy = fits, seconds, is_busy
+        self._most_bytes, self._most_jobs = most_bytes, most_jobs
         self._cached: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._bytes = 0
@@ -172,8 +175,9 @@ class Grammars:
             nonlocal is_late, woke
             if job.stop.is_set():
                 raise _Stopped
-            if (now := time.monotonic()) - woke > _TURN:  # let the engine's thread run
-                time.sleep(_TURN)
+            if (now := time.monotonic()) - woke > _TURN:
+                if self._is_busy():  # let the engine's thread run
+                    time.sleep(_TURN)
                 woke = time.monotonic()
             if is_late := now > end:
                 raise InputError(f"the grammar takes more than {self._seconds:g} seconds to compile: simplify it")

@@ -11,6 +11,7 @@ from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
 from jaxgen.grammar.stopping import check_stop
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.serving import grammars as module
 from jaxgen.serving.grammars import Grammar, Grammars, Wanted
 from tests.support.tokenizers import byte_level
 
@@ -156,6 +157,20 @@ def test_compiling_has_a_time_limit():
         grammars.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_compiling_takes_turns_with_a_busy_engine(is_busy, monkeypatch):
+    pauses = []
+
+    async def ask():
+        grammars = Grammars(accepts, is_busy=lambda: is_busy)
+        await grammars.get(Wanted("long", lambda: grammar("[a-z]{1500}")))
+        grammars.close()
+
+    monkeypatch.setattr(module.time, "sleep", pauses.append)
+    asyncio.run(ask())
+    assert bool(pauses) == is_busy
 
 
 @pytest.mark.parametrize(
