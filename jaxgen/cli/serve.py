@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import signal
 import socket
@@ -51,6 +52,7 @@ def serve(options: argparse.Namespace) -> None:
             "allowed_hosts": names or ([host] if is_loopback(host) else []),
         }
         with open_service(source, options, **own) as service:
+            gc.freeze()  # exempts the model and the programs from garbage collection, which large requests cause
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.erase()
             where = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -267,10 +267,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 Body = TypeVar("Body")
+_MOST_BRACKETS = 2**18
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
+    if (count := body.count(b"[") + body.count(b"{")) > _MOST_BRACKETS:
+        text = f"the body has {count:,} brackets and braces, but at most {_MOST_BRACKETS:,} are accepted"
+        raise ApiError(400, f"{text}, because each list and object takes memory: shorten it")
     try:
         parse_json(body.decode())  # also refuses what msgspec accepts, such as duplicate keys
         request = msgspec.json.decode(body, type=kind)

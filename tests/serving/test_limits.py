@@ -133,6 +133,13 @@ class TestBodies:
         assert "duplicate keys" in message(http.post(ASK, content=body, headers=JSON))
         assert "duplicate keys" in message(http.post("/v1/responses", content=body, headers=JSON))
 
+    def test_brackets(self, http):
+        body = {"prompt": "a", "max_tokens": 1, "metadata": {"a": [[]] * (2**18 - 3)}}
+        assert http.post(ASK, json=body).status_code == 200  # with the brace of the body, as many as are accepted
+        body["metadata"]["a"].append([])
+        text = message(http.post(ASK, json=body))
+        assert "the body has 262,145 brackets and braces, but at most 262,144 are accepted" in text
+
     def test_half_of_a_surrogate_pair(self, http):
         text = message(http.post(ASK, content=rb'{"prompt": "a", "x\ud800": 1}', headers=JSON))
         assert text == "the body is not valid JSON: a string has half of a surrogate pair, such as \\ud83d"
