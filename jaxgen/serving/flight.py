@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from jaxgen.serving.errors import ApiError
-
-_SHARE = 4  # a client may use the fourth part of all bytes
+from jaxgen.serving.limits import SHARE
 
 
 class BytesInFlight:
@@ -36,7 +35,7 @@ class BytesInFlight:
         """Add a number of bytes, which may be negative, or raise an `ApiError`."""
         with self._lock:
             total, own = self._total + count, self._of_group[group] + count
-            if count > 0 and (total > self._most or own > self._most // _SHARE):
+            if count > 0 and (total > self._most or own > self._most // SHARE):
                 what = "the service is" if total > self._most else "this client's other requests are"
                 text = f"{what} using too much memory for {count:,} more bytes: try again later"
                 raise ApiError(429, text, headers={"retry-after": "1"})
