@@ -18,7 +18,7 @@ _VALUE = 64  # approximate size of a parsed list, object or number
 
 
 async def receive_body(request: Request, limits: Limits, held: Held) -> bytes:
-    """Return the body of a request, whose size, and that of its values, is added to `held`.
+    """Return the body of a request, and add its size and that of its values to `held`.
 
     Raises:
         ApiError: the body is too large, takes too long or is compressed, or too many bytes are in flight.

@@ -47,7 +47,7 @@ class Sizes:
     Args:
         texts: the texts of the tokens.
         count: the number of tokens.
-        limits: has the maximum size of an answer.
+        limits: contains the maximum size of an answer.
     """
 
     def __init__(self, texts: TokenTexts, count: int, limits: Limits):
