@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
@@ -49,8 +50,8 @@ def run_batch(options: argparse.Namespace) -> int:
         if len(left) < len(requests):
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")
         if left:
-            times = {"seconds": math.inf, "grammar_seconds": math.inf}
-            limits = Limits(body=_ANY, answer=_ANY, in_flight=4 * _ANY, **times, share=1.0)
+            sizes = Limits(body=_ANY, answer=_ANY, in_flight=4 * _ANY, share=1.0)
+            limits = dataclasses.replace(sizes, seconds=math.inf, grammar_seconds=math.inf)
             with open_service(source, options, limits=limits, response_store_bytes=0) as service:
                 failed = asyncio.run(_answer(service, requests, left, file, min(2 * options.slots, options.queue)))
     return failed
