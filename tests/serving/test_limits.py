@@ -186,6 +186,13 @@ class TestAnswers:
             assert all(name in text for name in own if name in ("n", "logprobs", "prompt_logprobs", "echo"))
         assert service.engine.counts().tokens == before
 
+    def test_a_response_repeats_its_request(self, http):
+        body = json.dumps({"input": "a", "max_output_tokens": 1}).encode()
+        for spaces, status in ((1000, 200), (150_000, 400)):
+            response = http.post("/v1/responses", content=body + b" " * spaces, headers=JSON)
+            assert response.status_code == status, response.text
+        assert "the answer could have 1," in message(response)
+
     @pytest.mark.parametrize(
         "own",
         [
