@@ -101,6 +101,6 @@ class Sizes:
             )
         return size
 
-    def held(self, size: Size, streams: bool) -> int:
+    def memory(self, size: Size, streams: bool) -> int:
         """Return the number of bytes of memory that an answer may need at a time."""
         return size.fixed + min(size.total - size.fixed, self._limits.unread) if streams else 2 * size.total

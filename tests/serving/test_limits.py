@@ -18,8 +18,8 @@ from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.exchange import Sending
-from jaxgen.serving.flight import BytesInFlight
 from jaxgen.serving.grammars import Wanted
+from jaxgen.serving.in_flight import BytesInFlight
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.protocol import CompletionRequest
 from jaxgen.serving.text import StopCut
@@ -49,34 +49,34 @@ def message(response: httpx.Response, status: int = 400) -> str:
 def check_released(service) -> None:
     """Wait until no bytes are in flight; a client may have its answer a moment earlier."""
     end = time.monotonic() + 30
-    while service.service._flight.total:
+    while service.service._in_flight.total:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 class TestBytesInFlight:
     def test_all_together(self):
-        flight = BytesInFlight(100)
-        accounts = [flight.hold(name) for name in "abcde"]
+        in_flight = BytesInFlight(100)
+        accounts = [in_flight.account(name) for name in "abcde"]
         for account in accounts[:4]:
             account.add(25)
         with pytest.raises(ApiError, match="the service is using too much memory") as caught:
             accounts[4].add(1)
         assert (caught.value.status, caught.value.headers) == (429, {"retry-after": "1"})
-        accounts[0].release()
+        accounts[0].close()
         accounts[4].add(25)
-        assert flight.total == 100
+        assert in_flight.total == 100
 
-    def test_a_fourth_per_client(self):
-        flight = BytesInFlight(100)
-        one, other = flight.hold("a"), flight.hold("a")
+    def test_a_quarter_per_client(self):
+        in_flight = BytesInFlight(100)
+        one, other = in_flight.account("a"), in_flight.account("a")
         one.add(20)
-        with pytest.raises(ApiError, match="this client's other requests are using too much memory"):
+        with pytest.raises(ApiError, match="this client's requests are using too much memory"):
             other.add(6)
-        one.release()
+        one.close()
         other.add(6)
-        other.release()
-        assert (flight.total, flight._of_group) == (0, {})
+        other.close()
+        assert (in_flight.total, in_flight._of_group) == (0, {})
 
 
 class TestTexts:
@@ -248,30 +248,30 @@ class TestAnswers:
 
     def test_large_answers_are_sent_in_parts(self):
         """The server's buffer for a client has at most one part, however slowly the client reads."""
-        held, sent = BytesInFlight(2**20).hold("a"), []
-        held.add(10)
+        account, sent = BytesInFlight(2**20).account("a"), []
+        account.add(10)
         content = bytes(range(256)) * 1000
 
         async def send(message):
-            assert held.bytes == 10
+            assert account.bytes == 10
             sent.append(message)
 
-        asyncio.run(Sending(Response(content), held, 60)({"type": "http"}, None, send))
+        asyncio.run(Sending(Response(content), account, 60)({"type": "http"}, None, send))
         bodies = [message["body"] for message in sent[1:]]
         assert b"".join(bodies) == content
         assert max(map(len, bodies)) == 2**16
         assert [message["more_body"] for message in sent[1:]] == [True] * 3 + [False]
-        assert held.bytes == 0
+        assert account.bytes == 0
 
     def test_a_client_that_does_not_read_an_answer_is_left(self):
-        held = BytesInFlight(2**20).hold("a")
-        held.add(10)
+        account = BytesInFlight(2**20).account("a")
+        account.add(10)
 
         async def send(_):
             await asyncio.Event().wait()
 
-        asyncio.run(Sending(Response(b"a"), held, 0.05)({"type": "http"}, None, send))
-        assert held.bytes == 0
+        asyncio.run(Sending(Response(b"a"), account, 0.05)({"type": "http"}, None, send))
+        assert account.bytes == 0
 
 
 class TestEcho:
