@@ -10,6 +10,7 @@ from jaxgen import arguments
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 from jaxgen.serving.keys import check_key
+from jaxgen.serving.limits import Limits
 
 
 def parser() -> arguments.Parser:
@@ -103,6 +104,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     check_adapters(command, options)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
+    least = Limits(body=options.max_body, answer=options.max_answer).least_in_flight
+    if options.max_in_flight < least:
+        sizes = f"--max-body {options.max_body} and --max-answer {options.max_answer}"
+        text = f"--max-in-flight {options.max_in_flight} must be at least {least} with {sizes}: change one of them"
+        command.error(text)
     _check_tls(command, options)
     options.api_key = _keys(options.api_key)
     return options

@@ -38,14 +38,14 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top
     The log-probabilities are 0 where `predicted bool[...]` is False.
     """
     # The highest logit is subtracted first, because rounding a sum with a huge logit would lose the logarithm.
-    best = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    logits = logits - jnp.where(best == -jnp.inf, 0.0, best)
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+    total = jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total
-    logprobs = jnp.where(predicted, chosen[..., 0], 0.0)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan)
+    logprobs = jnp.where(predicted, (chosen - highest - total)[..., 0], 0.0)
     if not top:
         return LogProbs(logprobs)
     best, tokens = lax.top_k(logits, top)
-    shown = predicted[..., None]
-    return LogProbs(logprobs, jnp.where(shown, best - total, 0.0), jnp.where(shown, tokens.astype(jnp.int32), 0))
+    best, shown = best - highest - total, predicted[..., None]
+    return LogProbs(logprobs, jnp.where(shown, best, 0.0), jnp.where(shown, tokens.astype(jnp.int32), 0))

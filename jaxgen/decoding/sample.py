@@ -183,13 +183,16 @@ def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
 
 
 def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
-    best = jnp.max(scores)
-    scores = scores - jnp.where(best == -jnp.inf, 0.0, best)  # noise added to huge scores would be lost to rounding
     padding = -scores.shape[0] % _BLOCK
     blocks = jnp.pad(scores, (0, padding), constant_values=-jnp.inf).reshape(-1, _BLOCK)
+    highest = jnp.max(blocks, axis=-1)
+    best = jnp.max(highest)
+    best = jnp.where(best == -jnp.inf, 0.0, best)  # subtracted, because noise added to huge scores is lost to rounding
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest - best)
+    sums = jnp.sum(jnp.exp(blocks - best - highest[:, None]), axis=-1)
     block_key, place_key = jax.random.split(jax.random.fold_in(key, step))
-    block = jax.random.categorical(block_key, jax.nn.logsumexp(blocks, axis=-1)).astype(jnp.int32)
-    return block * _BLOCK + jax.random.categorical(place_key, blocks[block]).astype(jnp.int32)
+    block = jax.random.categorical(block_key, jnp.log(sums) + highest).astype(jnp.int32)
+    return block * _BLOCK + jax.random.categorical(place_key, blocks[block] - best).astype(jnp.int32)
 
 
 def draw_distinct(

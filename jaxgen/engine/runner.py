@@ -20,8 +20,8 @@ from jaxgen.engine.schedule import Flight, Pace, Schedule
 from jaxgen.engine.tables import Table
 
 STEPS = 8  # maximum number of steps in a chunk
-# Seconds between two messages to the other processes, and between two checks that the engine still has references,
-# while no chunk is running.
+# While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine
+# still has references.
 _PULSE = 1.0
 _LISTENERS = 5.0  # maximum number of seconds to wait for listeners when the interpreter exits
 

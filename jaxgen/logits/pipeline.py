@@ -71,8 +71,9 @@ def build_transform(
         if not draws or not (warping or renormalizing):
             return scores
         # A NaN score or a traced temperature of 0 makes the whole row NaN; otherwise, warpers could remove the NaN. The
-        # bits are compared, because XLA replaces a temperature below float32's smallest normal number with 0.
-        invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
+        # highest score is NaN if any score is; temperature needs it too, so XLA computes it once. The temperature's
+        # bits are compared, because XLA replaces a value below float32's smallest normal number with 0.
+        invalid = jnp.isnan(jnp.max(scores, axis=-1, keepdims=True))
         if cfg.on("temperature"):
             invalid |= lax.bitcast_convert_type(options.number("temperature"), jnp.int32) <= 0
         tempered = _apply(warping[:first_cut], history, scores)

@@ -74,9 +74,9 @@ class Answering:
 
         `adapter` is the number of the adapter that it uses, or -1. `repeated` and `copies` are as in `Sizes.of`.
         """
-        pool = self.pool_for(arrival.held.bytes)
+        pool = self.pool_for(arrival.account.bytes)
         asked, size = await in_thread(pool, self._read, request, read, repeated, copies)
-        arrival.held.add(self._sizes.held(size, bool(request.stream)))
+        arrival.account.add(self._sizes.memory(size, bool(request.stream)))
         if asked.wanted is not None:
             asked = asked.following(await self._grammar(asked.wanted, arrival.group))
         if adapter >= 0:

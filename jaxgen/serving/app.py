@@ -28,7 +28,7 @@ from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.errors import ApiError, api_error
 from jaxgen.serving.exchange import Sending, receive_body
-from jaxgen.serving.flight import BytesInFlight, Held
+from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -130,7 +130,7 @@ class Service:
         self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), self._reader.width)
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics, self._texts)
-        self._flight = BytesInFlight(self._limits.in_flight)
+        self._in_flight = BytesInFlight(self._limits.in_flight)
 
     @property
     def is_open(self) -> bool:
@@ -186,20 +186,20 @@ class Service:
 
         async def handle(request: Request) -> Any:
             group = self._group(request)
-            held = self._flight.hold(group)
-            request.state.arrival = Arrival(time.monotonic(), self._limits.seconds, group, held)
+            account = self._in_flight.account(group)
+            request.state.arrival = Arrival(time.monotonic(), self._limits.seconds, group, account)
             try:
                 self._check_key(request)
-                response = await self._response(await handler(request), held)
+                response = await self._response(await handler(request), account)
             except ClientDisconnect:
                 self.metrics.count("request_cancelled_total")
                 response = Response(status_code=499)  # no client is left to read the response
             except Exception as error:
                 response = self._refused(api_error(error))
             except BaseException:
-                held.release()
+                account.close()
                 raise
-            return Sending(response, held, self._limits.seconds)
+            return Sending(response, account, self._limits.seconds)
 
         return handle
 
@@ -207,11 +207,11 @@ class Service:
         """Identify a client by its key if there are several keys, and otherwise by its connection."""
         return request.headers.get("authorization") if self._has_clients else request.scope.get("client")
 
-    async def _response(self, result: Any, held: Held) -> Response:
+    async def _response(self, result: Any, account: Account) -> Response:
         """Return the response for what a handler returned. Large ones are encoded in another thread."""
         if isinstance(result, Response):
             return result
-        if held.bytes < LARGE:
+        if account.bytes < LARGE:
             return _json(200, result)
         return await in_thread(self._answering.large, _json, 200, result)
 
@@ -230,7 +230,7 @@ class Service:
     async def _read(self, http: Request, read: Callable[[bytes], Body]) -> Body:
         """Receive the body of a request, and parse it, in another thread if it is large."""
         check_json(http.headers)
-        body = await receive_body(http, self._limits, http.state.arrival.held)
+        body = await receive_body(http, self._limits, http.state.arrival.account)
         return read(body) if len(body) < LARGE else await in_thread(self._answering.large, read, body)
 
     def _named(self, name: str | None) -> str:
@@ -295,7 +295,7 @@ class Service:
     async def _respond(self, http: Request) -> Any:
         """Return the response to a request of the Responses API, or a stream of its events."""
         request = await self._read(http, read_request)
-        repeated = 3 * http.state.arrival.held.bytes  # bytes of the request in the first and the last events
+        repeated = 3 * http.state.arrival.account.bytes  # bytes of the request in the first and the last events
         items: list[Item] = []
         if (previous := request.previous_response_id) is not None:
             items = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
@@ -347,10 +347,10 @@ class Service:
 
     async def _embeddings(self, http: Request) -> Any:
         request = await self._read(http, lambda body: decode(body, EmbeddingRequest))
-        model, held = self._named(request.model), http.state.arrival.held
-        reading = in_thread(self._answering.pool_for(held.bytes), self._embedder.read, request)
+        model, account = self._named(request.model), http.state.arrival.account
+        reading = in_thread(self._answering.pool_for(account.bytes), self._embedder.read, request)
         rows = await self._answering.until_left(http, reading)
-        held.add(self._embedder.answer_bytes(request, len(rows), self._limits.answer))
+        account.add(self._embedder.answer_bytes(request, len(rows), self._limits.answer))
         tokens = sum(map(len, rows))
         self.metrics.count("prompt_tokens_total", tokens)
         vectors = await self._answering.until_left(http, self._vectors(rows, self._adapters[model]))
@@ -379,33 +379,33 @@ class Service:
     async def _tokenize(self, request: Request) -> Any:
         asked = await self._read(request, lambda body: decode(body, TokenizeRequest))
         self._named(asked.model)
-        held: Held = request.state.arrival.held
-        work = in_thread(self._answering.pool_for(held.bytes), self._tokens, asked, held)
+        account: Account = request.state.arrival.account
+        work = in_thread(self._answering.pool_for(account.bytes), self._tokens, asked, account)
         return await self._answering.until_left(request, work)
 
-    def _tokens(self, asked: TokenizeRequest, held: Held) -> dict[str, Any]:
+    def _tokens(self, asked: TokenizeRequest, account: Account) -> dict[str, Any]:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "pass either prompt or messages")
         if asked.prompt is None:
             ids = self._reader.conversation(asked, Tools.of(asked.tools, None, None))
         else:
             ids = self._reader.encoder.encode(asked.prompt, "prompt", asked.add_special_tokens)
-        held.add(_TOKEN * len(ids))
+        account.add(_TOKEN * len(ids))
         body = {"count": len(ids), "max_model_len": self._reader.context, "tokens": ids}
         return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
 
     async def _detokenize(self, request: Request) -> Any:
         asked = await self._read(request, lambda body: decode(body, DetokenizeRequest))
         self._named(asked.model)
-        held: Held = request.state.arrival.held
-        work = in_thread(self._answering.pool_for(held.bytes), self._text, asked, held)
+        account: Account = request.state.arrival.account
+        work = in_thread(self._answering.pool_for(account.bytes), self._text, asked, account)
         return {"prompt": await self._answering.until_left(request, work)}
 
-    def _text(self, asked: DetokenizeRequest, held: Held) -> str:
+    def _text(self, asked: DetokenizeRequest, account: Account) -> str:
         size = sum(len(self._texts.bytes(token)) for token in asked.tokens)
         if size > (most := self._limits.answer):
             raise ApiError(400, f"tokens have {size:,} bytes of text, but at most {most:,} are accepted", "tokens")
-        held.add(2 * size)
+        account.add(2 * size)
         return self._reader.tokenizer.decode(asked.tokens, False)
 
     async def _tokenizer_info(self, _: Request) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from jaxgen.serving.errors import NO_RETRY, ApiError
-from jaxgen.serving.flight import Held
+from jaxgen.serving.in_flight import Account
 
 
 class Arrival(NamedTuple):
@@ -17,13 +17,13 @@ class Arrival(NamedTuple):
         started: the time of its arrival, as returned by `time.monotonic`.
         seconds: the time limit for answering it.
         group: identifies the client. Clients take turns.
-        held: the request's bytes in flight.
+        account: the request's bytes in flight.
     """
 
     started: float
     seconds: float
     group: Hashable
-    held: Held
+    account: Account
 
     @property
     def left(self) -> float:

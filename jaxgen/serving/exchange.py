@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxgen.serving.errors import NO_RETRY, ApiError
-from jaxgen.serving.flight import Held
+from jaxgen.serving.in_flight import Account
 from jaxgen.serving.limits import Limits
 
 _PART = 2**16  # maximum number of bytes that are sent before the client has received earlier ones
 _VALUE = 64  # approximate size of a parsed list, object or number
 
 
-async def receive_body(request: Request, limits: Limits, held: Held) -> bytes:
-    """Return the body of a request, whose size, and that of its values, is added to `held`.
+async def receive_body(request: Request, limits: Limits, account: Account) -> bytes:
+    """Return the body of a request, and add its size and that of its values to `account`.
 
     Raises:
         ApiError: the body is too large, takes too long or is compressed, or too many bytes are in flight.
@@ -34,14 +34,14 @@ async def receive_body(request: Request, limits: Limits, held: Held) -> bytes:
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in request.stream():
-                held.add(len(part))
+                account.add(len(part))
                 body += part
                 if len(body) > limits.body:
                     raise too_large
     except TimeoutError as error:
         text = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise ApiError(408, text, headers=NO_RETRY) from error
-    held.add(2 * len(body) + _VALUE * sum(map(body.count, (b",", b"[", b"{"))))
+    account.add(2 * len(body) + _VALUE * sum(map(body.count, (b",", b"[", b"{"))))
     return bytes(body)
 
 
@@ -50,12 +50,12 @@ class Sending:
 
     Args:
         response: the response.
-        held: the bytes in flight of the request, which are released at the end.
+        account: the bytes in flight of the request, which are released at the end.
         seconds: the time limit for sending the response.
     """
 
-    def __init__(self, response: Response, held: Held, seconds: float):
-        self._response, self._held, self._seconds = response, held, seconds
+    def __init__(self, response: Response, account: Account, seconds: float):
+        self._response, self._account, self._seconds = response, account, seconds
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the response."""
@@ -74,4 +74,4 @@ class Sending:
                 async with asyncio.timeout(self._seconds):
                     await self._response(scope, receive, send_in_parts)
         finally:
-            self._held.release()
+            self._account.close()

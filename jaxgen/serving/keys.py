@@ -14,7 +14,7 @@ class Keys:
 
     def __init__(self, keys: Sequence[str]):
         if isinstance(keys, str):
-            raise TypeError("keys must be a list, got a single text: pass [key]")
+            raise TypeError("keys must be a list, got a single string: pass [key]")
         for number, key in enumerate(keys):
             check_key(f"keys[{number}]", key)
         self._digests = [_digest(key) for key in keys]
@@ -38,10 +38,10 @@ def _digest(key: str) -> bytes:
 def check_key(name: str, key: str) -> None:
     """Raise an error if clients cannot send a key. The message has the name of the setting, but not the key."""
     if not isinstance(key, str):
-        raise TypeError(f"{name} must be a text, got {type(key).__name__}")
+        raise TypeError(f"{name} must be a string, got {type(key).__name__}")
     if not key:
         raise InputError(f"{name} is empty: set a key, or leave it out to answer every client")
     if key != key.strip():
-        raise InputError(f"{name} begins or ends with whitespace, which a header cannot have there: remove it")
+        raise InputError(f"{name} begins or ends with whitespace, which a header drops: remove it")
     if not (key.isascii() and key.isprintable()):
-        raise InputError(f"{name} has a character that a header cannot have: use letters, digits and signs of ASCII")
+        raise InputError(f"{name} contains a character that a header cannot contain: use printable ASCII characters")

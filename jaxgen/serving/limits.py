@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+SHARE = 4  # a client may use a quarter of the bytes in flight
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -13,7 +15,7 @@ class Limits:
         body: the maximum number of bytes in a request's body.
         body_seconds: the time limit for sending the body.
         answer: the maximum number of bytes in an answer; of a stream, without the tokens that are generated.
-        in_flight: the maximum number of bytes of all requests and answers together. A client may use a fourth of them.
+        in_flight: the maximum number of bytes of all requests and answers together. A client may use a quarter of them.
         unread: the number of bytes of a stream that may wait until the client reads them.
         seconds: the time limit for a request, from its arrival to the end of its answer.
         grammar_seconds: the time limit for compiling one grammar.
@@ -30,3 +32,8 @@ class Limits:
     grammar_seconds: float = 30.0
     share: float = 0.5
     keep_alive: float = 10.0
+
+    @property
+    def least_in_flight(self) -> int:
+        """The value of `in_flight` below which the largest request could never be answered."""
+        return SHARE * (3 * self.body + self.answer + max(self.answer, self.unread))

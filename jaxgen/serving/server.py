@@ -1,4 +1,4 @@
-"""The HTTP server of `jaxgen serve`: uvicorn, with limits on connections that do not send a request."""
+"""The HTTP server of `jaxgen serve`: uvicorn, with limits on idle connections."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Sizes:
     Args:
         texts: the texts of the tokens.
         count: the number of tokens.
-        limits: has the maximum size of an answer.
+        limits: contains the maximum size of an answer.
     """
 
     def __init__(self, texts: TokenTexts, count: int, limits: Limits):
@@ -101,6 +101,6 @@ class Sizes:
             )
         return size
 
-    def held(self, size: Size, streams: bool) -> int:
+    def memory(self, size: Size, streams: bool) -> int:
         """Return the number of bytes of memory that an answer may need at a time."""
         return size.fixed + min(size.total - size.fixed, self._limits.unread) if streams else 2 * size.total

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--prot", "1"], "unknown option --prot: did you mean --port?"),
         (["a", "b"], "'b' does not belong to an option"),
         (["--slots", "0"], "0 must be at least 1"),
+        (["--max-in-flight", "9"], f"--max-in-flight 9 must be at least {560 * 2**20} with --max-body 4194304 and"),
+        (["--max-answer", str(2**29)], "change one of them"),
         (["--cors-origin", "http://a/"], "must be SCHEME://HOST"),
         (["--cors-origin", "example.org"], "must be SCHEME://HOST"),
         (["--allowed-host", "example.org:80/"], "must be a name such as example.org"),

@@ -1,11 +1,15 @@
 """Sampling follows the distribution, and what a row draws depends on that row alone."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
+from jaxgen.decoding.logprobs import logprobs_of
 from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
 from tests.support.models import generated, left_pad, slow
@@ -15,6 +19,7 @@ CFG = GenerationConfig(
     model=MODEL, do_sample=True, temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1, max_new_tokens=12,
     eos_token_id=[5, 6], pad_token_id=0,
 )  # fmt: skip
+SHAPE = re.compile(r"(\w+):f32\[([\d,]+)\]")
 PROMPTS = [
     np.random.default_rng(seed).integers(1, 97, length).tolist()
     for seed, length in enumerate([3, 11, 1, 30, 7, 2, 19, 5])
@@ -45,6 +50,21 @@ def test_draws_follow_the_distribution(vocab, count):
 def test_a_certain_token_is_always_drawn():
     scores = jnp.full((1000, 3000), -jnp.inf).at[:, 2999].set(-1e30)
     assert set(np.asarray(jax.jit(draw)(jax.random.split(jax.random.key(0), 1000), jnp.int32(0), scores))) == {2999}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scores: draw(jax.random.split(jax.random.key(0), 8), jnp.int32(0), scores),
+        lambda scores: logprobs_of(scores, jnp.zeros(8, jnp.int32), jnp.ones(8, bool), 0),
+    ],
+)
+def test_scores_are_reduced_twice(function):
+    """Each reduction is a pass over the scores: the highest score, and the sum of exponentials."""
+    program = str(jax.make_jaxpr(function)(jnp.zeros((8, 3000))))
+    lines = [line for line in program.splitlines() if re.search(r" (reduce_\w+|argmax)\[", line)]
+    sizes = {name: math.prod(map(int, re.findall(r"\d+", dims))) for name, dims in SHAPE.findall(program)}
+    assert sum(sizes[line.split()[-1]] >= 8 * 3000 for line in lines) == 2
 
 
 def test_row_keys_are_those_that_the_contract_names():

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from jaxgen import generate_many
+from jaxgen.engine import runner
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from tests.engine.test_engine import KEY, SIMPLE, SMALL
@@ -40,7 +41,8 @@ def freed(arrays: list[weakref.ref]) -> bool:
     return all(array() is None for array in arrays)
 
 
-def test_an_engine_without_references_ends():
+def test_an_engine_without_references_ends(monkeypatch):
+    monkeypatch.setattr(runner, "_PULSE", 0.1)
     made, arrays = small()
     thread = made._runner._thread
     assert made.submit([50]).result(60)
@@ -51,7 +53,8 @@ def test_an_engine_without_references_ends():
     until(lambda: freed(arrays))
 
 
-def test_the_prompts_of_an_engine_without_references_are_answered():
+def test_the_prompts_of_an_engine_without_references_are_answered(monkeypatch):
+    monkeypatch.setattr(runner, "_PULSE", 0.1)
     made, arrays = small()
     thread, heard = made._runner._thread, []
     made.pause()

@@ -92,6 +92,17 @@ def test_prompts_that_arrive_one_at_a_time_do_not_overtake_a_group_that_waits(se
     assert len(waiting._groups) < 4
 
 
+def test_a_group_without_prompts_is_remembered_until_its_turns_are_over():
+    waiting, served = Waiting(), []
+    added(waiting, "waits", 100)
+    for _ in range(40):
+        serve(waiting, 0)
+        if "next" not in [prompt.group for prompt in waiting]:
+            added(waiting, "next", 1, sequences=3)
+        served += [prompt.group for prompt in serve(waiting, 1)]
+    assert served.count("next") == 10
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("most", [1, 6])
 def test_random_groups(seed, most):

@@ -161,7 +161,7 @@ def test_temperature_divides_exactly_as_float32_does(value):
 def test_a_tiny_temperature_draws_the_most_likely_tokens(value):
     out = processed({"do_sample": True, "temperature": value})[:-1]  # the last row has tiny differences
     keys = jax.random.split(jax.random.key(0), 50)
-    drawn = jax.vmap(lambda key: draw(jnp.broadcast_to(key, len(out)), jnp.int32(0), out))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: draw(jnp.broadcast_to(key, len(out)), jnp.int32(0), out)))(keys)
     for tokens, scores in zip(np.asarray(drawn).T, SCORES, strict=False):
         best = np.flatnonzero(scores == scores.max())
         assert set(tokens) <= set(best)

@@ -137,7 +137,7 @@ class TestKeys:
             (" ", "whitespace"),
             ("secret ", "whitespace"),
             ("\tsecret", "whitespace"),
-            ("se\ncret", "a character that a header cannot have"),
+            ("se\ncret", "contains a character that a header cannot contain"),
             ("secret\x7f", "a character"),
             ("secret\xa0key", "a character"),
             ("secretключ", "a character"),
@@ -152,7 +152,7 @@ class TestKeys:
     def test_wrong_types(self):
         with pytest.raises(TypeError, match="must be a list"):
             Keys("secret")
-        with pytest.raises(TypeError, match=r"keys\[0\] must be a text, got NoneType"):
+        with pytest.raises(TypeError, match=r"keys\[0\] must be a string, got NoneType"):
             Keys([None])
 
     def test_of_a_service(self):

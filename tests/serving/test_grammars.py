@@ -84,6 +84,9 @@ def test_the_cache_counts_bytes():
             await grammars.get(Wanted(pattern, lambda pattern=pattern: grammar(pattern)))
             assert grammars.cached_bytes <= 2 * one
         assert grammars.cached_bytes == 2 * one
+        for pattern in "ce":  # "c" is used again, so "d" is dropped for "e"
+            await grammars.get(Wanted(pattern, lambda pattern=pattern: grammar(pattern)))
+        await grammars.get(Wanted("c", lambda: pytest.fail("is compiled again")))
         grammars.close()
 
     asyncio.run(ask())

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from jaxgen.serving.errors import ApiError
-
-_SHARE = 4  # a client may use the fourth part of all bytes
+from jaxgen.serving.limits import SHARE
 
 
 class BytesInFlight:
@@ -28,16 +27,16 @@ class BytesInFlight:
         """The bytes of all requests."""
         return self._total
 
-    def hold(self, group: Hashable) -> Held:
+    def account(self, group: Hashable) -> Account:
         """Return an account for a request, which belongs to a group of requests."""
-        return Held(self, group)
+        return Account(self, group)
 
     def change(self, group: Hashable, count: int) -> None:
         """Add a number of bytes, which may be negative, or raise an `ApiError`."""
         with self._lock:
             total, own = self._total + count, self._of_group[group] + count
-            if count > 0 and (total > self._most or own > self._most // _SHARE):
-                what = "the service is" if total > self._most else "this client's other requests are"
+            if count > 0 and (total > self._most or own > self._most // SHARE):
+                what = "the service is" if total > self._most else "this client's requests are"
                 text = f"{what} using too much memory for {count:,} more bytes: try again later"
                 raise ApiError(429, text, headers={"retry-after": "1"})
             self._total = total
@@ -46,22 +45,22 @@ class BytesInFlight:
                 del self._of_group[group]
 
 
-class Held:
+class Account:
     """The bytes in flight of one request.
 
     Attributes:
-        bytes: their number.
+        bytes: the number of bytes.
     """
 
-    def __init__(self, flight: BytesInFlight, group: Hashable):
-        self._flight, self._group, self.bytes = flight, group, 0
+    def __init__(self, in_flight: BytesInFlight, group: Hashable):
+        self._in_flight, self._group, self.bytes = in_flight, group, 0
 
     def add(self, count: int) -> None:
-        """Count more bytes, or raise an `ApiError` with the status 429."""
-        self._flight.change(self._group, count)
+        """Add bytes, or raise an `ApiError` with the status 429."""
+        self._in_flight.change(self._group, count)
         self.bytes += count
 
-    def release(self) -> None:
-        """Count none of the bytes any more."""
+    def close(self) -> None:
+        """Remove all bytes of the request."""
         count, self.bytes = self.bytes, 0
-        self._flight.change(self._group, -count)
+        self._in_flight.change(self._group, -count)
