@@ -55,13 +55,22 @@ class Held:
 
     def __init__(self, flight: BytesInFlight, group: Hashable):
         self._flight, self._group, self.bytes = flight, group, 0
+        self._is_released = False
+        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count more bytes, or raise an `ApiError` with the status 429."""
-        self._flight.change(self._group, count)
-        self.bytes += count
+        """Count more bytes, or raise an `ApiError` with the status 429.
+
+        Any thread may call this method. After `release`, it does nothing: the thread may notice later than the loop
+        that the client has left.
+        """
+        with self._lock:
+            if not self._is_released:
+                self._flight.change(self._group, count)
+                self.bytes += count
 
     def release(self) -> None:
         """Count none of the bytes any more."""
-        count, self.bytes = self.bytes, 0
-        self._flight.change(self._group, -count)
+        with self._lock:
+            count, self.bytes, self._is_released = self.bytes, 0, True
+            self._flight.change(self._group, -count)
