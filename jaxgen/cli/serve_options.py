@@ -103,6 +103,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     check_adapters(command, options)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
+    if options.max_in_flight < (least := 12 * options.max_body):  # a client has a fourth, and a body counts three times
+        what = f"--max-in-flight {options.max_in_flight} must be at least {least}, 12 times --max-body"
+        command.error(f"{what}: otherwise, no client could send the largest body")
     _check_tls(command, options)
     options.api_key = _keys(options.api_key)
     return options

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--cors-origin", "http://a/"], "must be SCHEME://HOST"),
         (["--cors-origin", "example.org"], "must be SCHEME://HOST"),
         (["--allowed-host", "example.org:80/"], "must be a name such as example.org"),
+        (["--allowed-host", "a:80"], "must be a name such as example.org"),
+        (["--max-in-flight", "10"], "--max-in-flight 10 must be at least 50331648, 12 times --max-body"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "good", "--api-key", "secret "], "--api-key begins or ends with whitespace"),
         (["--ssl-keyfile", str(ROOT / "LICENSE")], "--ssl-keyfile needs --ssl-certfile"),

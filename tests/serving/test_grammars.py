@@ -132,12 +132,12 @@ def test_jobs_whose_clients_left_are_dropped():
 
 def test_a_grammar_that_was_dropped_too_late_is_counted_once():
     """A job ends although it was dropped, and another job for the same grammar follows."""
-    grammars, gate = Grammars(accepts), Gate()
+    grammars, gate, made = Grammars(accepts), Gate(), grammar("a|b")
 
     def build():
         gate.started.set()
         gate.opened.wait(30)
-        return grammar("a|b")
+        return made
 
     async def main():
         first = asyncio.ensure_future(grammars.get(Wanted("a", build)))
