@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import ipaddress
 import math
 import re
 import stat
@@ -139,7 +140,11 @@ def origin(text: str) -> str:
 
 def host_name(text: str) -> str:
     """Parse a name or an address of a host without its port, such as example.org or ::1, or "*" for all."""
-    if text != "*" and not re.fullmatch(r"[\w.-]+|[0-9a-f.:]+", text, re.ASCII | re.IGNORECASE):
+    try:
+        is_name = text == "*" or re.fullmatch(r"[\w.-]+", text, re.ASCII) or ipaddress.ip_address(text)
+    except ValueError:
+        is_name = False
+    if not is_name:
         raise argparse.ArgumentTypeError(f"{text!r} must be a name such as example.org, without scheme and port, or *")
     return text
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from jaxgen.buckets import power_of_two
 from jaxgen.config.kinds import Text
 from jaxgen.control import fori_loop
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
 
@@ -95,8 +95,8 @@ class StopStrings:
         text, offsets = _vocabulary(tokenizer, vocab_size)
         goto, found = np.zeros((capacity, 256), np.int32), np.zeros(capacity, bool)
         for first, part in parts.items():
-            own = slice(first, first + len(part.found))
-            goto[own], found[own] = part.goto + first, part.found
+            own = slice(first, first + part.states)
+            goto[own], found[own] = part.tables[0] + first, part.tables[1]
         longest = max((part.longest for part in parts.values()), default=0)
         arrays = map(jnp.asarray, (text, offsets, goto, found, np.int32(longest), np.int32(0)))
         return cls(*arrays)  # pyright: ignore[reportArgumentType]
@@ -150,38 +150,59 @@ class StopStrings:
         start, size = self._span(jnp.where(held, ids, -1))
         end = jnp.cumsum(size, axis=1)
         position = end[:, -1:] - count + jnp.arange(count, dtype=jnp.int32)[None, :]
-        token = jax.vmap(partial(jnp.searchsorted, side="right"))(end, position)
+        token = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(end, position)
         token = jnp.minimum(token, width - 1)
         at = position + jnp.take_along_axis(start + size - end, token, axis=1)
         return jnp.where(position < 0, -1, self._bytes(at))
 
 
-class StopAutomaton(NamedTuple):
-    """The automaton of one set of stop strings: its tables, and the length of its longest string in bytes."""
+@dataclasses.dataclass(frozen=True)
+class StopAutomaton:
+    """The automaton of one set of stop strings. Its tables, with 1,024 bytes per state, are built when first used.
 
-    goto: np.ndarray
-    found: np.ndarray
-    longest: int
+    Attributes:
+        patterns: the strings as bytes, sorted and without duplicates.
+        states: the number of states.
+        start: the initial state.
+    """
+
+    patterns: tuple[bytes, ...]
+    states: int
     start: int = 0
 
     @property
-    def states(self) -> int:
-        """The number of states."""
-        return len(self.found)
+    def longest(self) -> int:
+        """The number of bytes in the longest string."""
+        return max(map(len, self.patterns), default=0)
+
+    @functools.cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tables `goto` and `found`; see `StopStrings`."""
+        return _automaton(self.patterns, self.states)
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. Raises InputError as in `StopStrings.build`."""
+        """Return the automaton; without strings, it finds nothing. Raises InputError as in `StopStrings.build`."""
         check_tokenizer(tokenizer)
         text, _ = _vocabulary(tokenizer, vocab_size)
-        possible = text.tobytes()
+        possible = set(text.tobytes())
         patterns = sorted({encoded("a string of stop_strings", string) for string in strings})
         for pattern in patterns:
-            if not all(byte in possible for byte in pattern):
+            if not possible.issuperset(pattern):
                 raise InputError(
-                    f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
+                    f"stop_strings has {shown(pattern.decode())}, which this tokenizer's tokens cannot produce: "
+                    "leave it out"
                 )
-        return cls(*_automaton(patterns), max(map(len, patterns), default=0))
+        # A string has a state for each byte after the beginning that it shares with the string before it.
+        pairs = itertools.pairwise([b"", *patterns])
+        states = 1 + sum(len(pattern) - _shared(before, pattern) for before, pattern in pairs)
+        return cls(tuple(patterns), states)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Return the number of equal bytes at the beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 _Vocabulary = tuple[np.ndarray, np.ndarray]  # `text` and `offsets` of `StopStrings`
@@ -206,12 +227,11 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
     return made[vocab_size]
 
 
-def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+def _automaton(patterns: Sequence[bytes], states: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `goto` and `found` of the automaton for a set of strings (Aho and Corasick 1975); state 0 is the start.
 
     Without strings, the automaton never leaves its only state.
     """
-    states = 1 + sum(map(len, patterns))
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
     used = 1
     for pattern in patterns:
@@ -223,7 +243,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             state = goto[state, byte]
         found[state] = True
     # A state inherits missing transitions from the state of its longest proper suffix, which is visited earlier.
-    goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
+    suffix = np.zeros(states, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:
         state = queue.popleft()

@@ -48,7 +48,7 @@ from jaxgen.serving.protocol import (
 )
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked, Reader
-from jaxgen.serving.response_input import chat_request, input_items, read_request, renaming
+from jaxgen.serving.response_input import chat_request, conversation, read_request, references, renaming
 from jaxgen.serving.response_records import Deleted, Event, Item
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_stream import ResponseStream
@@ -205,7 +205,9 @@ class Service:
 
     def _group(self, request: Request) -> Any:
         """Identify a client by its key if there are several keys, and otherwise by its connection."""
-        return request.headers.get("authorization") if self._has_clients else request.scope.get("client")
+        if self._has_clients:
+            return self._keys.client(request.headers.get("authorization", ""))
+        return request.scope.get("client")
 
     async def _response(self, result: Any, account: Account) -> Response:
         """Return the response for what a handler returned. Large ones are encoded in another thread."""
@@ -295,13 +297,19 @@ class Service:
     async def _respond(self, http: Request) -> Any:
         """Return the response to a request of the Responses API, or a stream of its events."""
         request = await self._read(http, read_request)
+        name = request.previous_response_id
         repeated = 3 * http.state.arrival.account.bytes  # bytes of the request in the first and the last events
-        items: list[Item] = []
-        if (previous := request.previous_response_id) is not None:
-            items = msgspec.json.decode(self._responses.previous(previous).items, type=list[Item])
-        items += input_items(request, self._responses.item)
-        model = self._named(request.model)
-        chat = chat_request(request, items)
+        model, account = self._named(request.model), http.state.arrival.account
+        previous = None if name is None else self._responses.previous(name).items
+        stored = {item: self._responses.maker(item).items for item in references(request)}
+        account.add(2 * sum(map(len, {*stored.values(), previous or b""})))
+
+        def read() -> tuple[list[Item], ChatRequest]:
+            items = conversation(request, previous, stored)
+            return items, chat_request(request, items)
+
+        reading = in_thread(self._answering.pool_for(account.bytes), read)
+        items, chat = await self._answering.until_left(http, reading)
         with renaming():
             live = await self._begin(http, chat, self._reader.chat, repeated=repeated, copies=_COPIES)
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)

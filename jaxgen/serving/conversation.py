@@ -53,12 +53,14 @@ def _checked(message: Message, where: str) -> Message:
     }
     if isinstance(message.content, list):
         texts["text"] = None
+        parts: dict[str, list[str]] = {}
         for number, part in enumerate(message.content):
             if part.type not in _PARTS:
                 raise InputError(f"{where}.content[{number}] has the type {bare(part.type)}: only text is supported")
             if (text := getattr(part, part.type)) is None:
                 raise InputError(f"{where}.content[{number}].{part.type} is missing")
-            texts[part.type] = f"{texts[part.type] or ''}{text}"
+            parts.setdefault(part.type, []).append(text)
+        texts |= {kind: (texts[kind] or "") + "".join(own) for kind, own in parts.items()}
     content = texts["text"] if texts["text"] is not None else texts["refusal"]
     if content is None and message.role != "assistant":
         raise InputError(f"{where}.content must be a string or a list of text parts, got null")
@@ -197,21 +199,25 @@ def _object(call: PastCall) -> dict[str, Any]:
 
 def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield the messages with each call in a message of its own, followed by the call's results."""
-    waiting = list(messages)
-    while waiting:
-        message = waiting.pop(0)
+    turns: list[tuple[Message, list[Message]]] = []  # each message, with its results
+    for message in messages:
+        if message.role == "tool" and turns and turns[-1][0].tool_calls:
+            turns[-1][1].append(message)
+        else:
+            turns.append((message, []))
+    for message, results in turns:
         calls = message.tool_calls or []
         if len(calls) < 2:
-            yield message
+            yield from (message, *results)
             continue
-        results = list(itertools.takewhile(lambda other: other.role == "tool", waiting))
-        del waiting[: len(results)]
+        of_call: dict[str | None, list[Message]] = {}
+        for result in results:
+            of_call.setdefault(result.tool_call_id, []).append(result)
         for number, call in enumerate(calls):
             first = message if number == 0 else Message(role=message.role)
             yield _replaced(first, [call])
-            yield from (result for result in results if result.tool_call_id == call.id)
-        known = {call.id for call in calls}
-        yield from (result for result in results if result.tool_call_id not in known)
+            yield from of_call.pop(call.id, ())
+        yield from (result for result in results if result.tool_call_id in of_call)
 
 
 def _replaced(message: Message, calls: list[PastCall]) -> Message:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.results import QueueFull
-from jaxgen.errors import JaxgenError, one_line
+from jaxgen.errors import LONGEST_VALUE, JaxgenError, one_line
 
 NO_RETRY = {"x-should-retry": "false"}  # without this header, OpenAI's clients retry failed requests
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -31,7 +31,7 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status.
-        message: states the value received, what is allowed, and what to do.
+        message: states the value received, what is allowed, and what to do; at most 2,000 characters.
         param: the field of the request that caused the error, or None.
         headers: additional response headers.
         code: OpenAI's name for the error, or the status.
@@ -46,7 +46,8 @@ class ApiError(Exception):
         code: str | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, message, param, headers or {}
+        self.status, self.message, self.headers = status, one_line(message), headers or {}
+        self.param = param and one_line(param, LONGEST_VALUE)
         self.code = code or status
 
     @property
@@ -66,6 +67,6 @@ def api_error(error: BaseException) -> ApiError:
         case EngineClosed():
             return ApiError(503, "the service is shutting down", headers={"retry-after": "5"})
         case JaxgenError() | TypeError():
-            return ApiError(400, _OPTION.sub(lambda match: _FIELDS[match[1]], one_line(str(error))))
+            return ApiError(400, _OPTION.sub(lambda match: _FIELDS[match[1]], str(error)))
     _log.error("a request failed", exc_info=error)
-    return ApiError(500, one_line(f"{type(error).__name__}: {error}"), headers=NO_RETRY)
+    return ApiError(500, f"{type(error).__name__}: {error}", headers=NO_RETRY)

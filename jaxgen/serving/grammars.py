@@ -204,7 +204,7 @@ class Grammars:
 
     def _store(self, key: bytes, grammar: Grammar) -> None:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(grammar.automaton))
-        if size > self._most_bytes:
+        if size > self._most_bytes or key in self._cached:  # a dropped job may have ended before it noticed
             return
         self._cached[key] = grammar, size
         self._bytes += size

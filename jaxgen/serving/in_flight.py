@@ -54,13 +54,22 @@ class Account:
 
     def __init__(self, in_flight: BytesInFlight, group: Hashable):
         self._in_flight, self._group, self.bytes = in_flight, group, 0
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Add bytes, or raise an `ApiError` with the status 429."""
-        self._in_flight.change(self._group, count)
-        self.bytes += count
+        """Add bytes, or raise an `ApiError` with the status 429.
+
+        Any thread may call this method. After `close`, it does nothing: the thread may notice later than the event loop
+        that the client has left.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._in_flight.change(self._group, count)
+                self.bytes += count
 
     def close(self) -> None:
         """Remove all bytes of the request."""
-        count, self.bytes = self.bytes, 0
-        self._in_flight.change(self._group, -count)
+        with self._lock:
+            count, self.bytes, self._is_closed = self.bytes, 0, True
+            self._in_flight.change(self._group, -count)

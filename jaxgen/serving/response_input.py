@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -30,6 +31,7 @@ from jaxgen.serving.response_records import (
     SchemaFormat,
 )
 
+_INSTRUCT = "system", "developer"  # the roles of instructions
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that have the same name and meaning in a request for chat completions.
 _SAME = "model temperature top_p stream seed top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
@@ -109,7 +111,7 @@ def _refuse(text: str) -> None:
         raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
 
 
-def chat_request(request: ResponseRequest, items: Iterable[Item]) -> ChatRequest:
+def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
     """Return the request for chat completions that has the same answer; `items` are the whole conversation."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     fields["messages"] = messages_of(items, request.instructions)
@@ -147,11 +149,31 @@ def _renamed(text: str) -> str:
     return text
 
 
-def input_items(request: ResponseRequest, find: Callable[[str], Item]) -> list[Item]:
-    """Return the items of a request's input; `find` returns the item to which an id refers."""
+def conversation(request: ResponseRequest, previous: bytes | None, stored: Mapping[str, bytes]) -> list[Item]:
+    """Return the items of a conversation: those before a request, and those of its input.
+
+    Args:
+        request: the request.
+        previous: the items before the request, as JSON.
+        stored: the items of stored responses as JSON, by the ids of the items to which the request refers.
+    """
+    items: list[Item] = [] if previous is None else _items(previous)
     if isinstance(request.input, str):
-        return [Message(role="user", content=request.input)]
-    return [find(item.id) if isinstance(item, ItemReference) else item for item in request.input]
+        return [*items, Message(role="user", content=request.input)]
+    found: dict[str | None, Item] = {}
+    for own in dict.fromkeys(stored.values()):
+        found |= {item.id: item for item in _items(own) if item.id and stored.get(item.id) == own}
+    return [*items, *(found[item.id] if isinstance(item, ItemReference) else item for item in request.input)]
+
+
+def references(request: ResponseRequest) -> set[str]:
+    """Return the ids of stored items to which a request refers."""
+    given = () if isinstance(request.input, str) else request.input
+    return {item.id for item in given if isinstance(item, ItemReference)}
+
+
+def _items(encoded: bytes) -> list[Item]:
+    return msgspec.json.decode(encoded, type=list[Item])
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
@@ -168,16 +190,20 @@ def _choice(choice: str | ChosenFunction | AllowedTools | None) -> Any:
     return choice
 
 
-def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Return the messages of a conversation. Instructions at its beginning become one system message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    for item in items:
+def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a conversation. Instructions at its beginning become one system message.
+
+    The time is linear in the size of the conversation, so texts are joined only at the end.
+    """
+    leading = list(itertools.takewhile(lambda item: isinstance(item, Message) and item.role in _INSTRUCT, items))
+    own = [instructions] if instructions else []
+    own += [_text(item.content) for item in leading if isinstance(item, Message)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(own)}] if own else []
+    for item in items[len(leading) :]:
         last = messages[-1] if messages else {"role": ""}
         match item:
             case FunctionCallOutput(call_id=call_id, output=output):
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(output)})
-            case Message(role="system" | "developer", content=content) if [m["role"] for m in messages] == ["system"]:
-                last["content"] += f"\n\n{_text(content)}"
             case Message(role="user" | "system" | "developer" as role, content=content):
                 messages.append({"role": role.replace("developer", "system"), "content": _text(content)})
             case _:
@@ -187,6 +213,8 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[st
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
 
 
@@ -206,7 +234,7 @@ def _extend(turn: dict[str, Any], item: Message | FunctionCall | ReasoningItem) 
         case ReasoningItem(content=content, summary=summary):
             thoughts = "\n".join(part.text for part in content or summary)
             if thoughts:
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
+                turn.setdefault("reasoning_content", []).append(thoughts)
 
 
 def _text(content: str | list[Any]) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-import msgspec
-
 from jaxgen.serving.errors import ApiError
-from jaxgen.serving.response_records import Item
 
 _MOST = 4096  # maximum number of responses
 
@@ -68,12 +65,11 @@ class ResponseStore:
             text = f"Previous response with id '{name[:80]}' not found."
             raise ApiError(400, text, "previous_response_id", code="previous_response_not_found") from error
 
-    def item(self, name: str) -> Item:
-        """Return an item of the output of a response, or raise an `ApiError` with the status 404."""
+    def maker(self, name: str) -> StoredResponse:
+        """Return the response whose output has an item, or raise an `ApiError` with the status 404."""
         if name not in self._makers:
             raise ApiError(404, f"Item with id '{name[:80]}' not found.", "input")
-        items = msgspec.json.decode(self.get(self._makers[name]).items, type=list[Item])
-        return next(item for item in items if item.id == name)
+        return self.get(self._makers[name])
 
     def delete(self, name: str) -> None:
         """Delete a response, or raise an `ApiError` with the status 404."""

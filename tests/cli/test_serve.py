@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--cors-origin", "http://a/"], "must be SCHEME://HOST"),
         (["--cors-origin", "example.org"], "must be SCHEME://HOST"),
         (["--allowed-host", "example.org:80/"], "must be a name such as example.org"),
+        (["--allowed-host", "a:80"], "must be a name such as example.org"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "good", "--api-key", "secret "], "--api-key begins or ends with whitespace"),
         (["--ssl-keyfile", str(ROOT / "LICENSE")], "--ssl-keyfile needs --ssl-certfile"),

@@ -344,3 +344,15 @@ def test_qwens_template_writes_history_as_the_parser_reads_it(qwen):
         ChatRequest(messages=HISTORY[:2]), Tools.of([{"type": "function", "function": function}], "none", None)
     )
     assert "weather" not in hidden.text
+
+
+def test_many_results_of_equal_calls_are_linear():
+    """If the template accepts one call in a message, each result follows the first call with its id."""
+    calls = [past_call(id="a"), past_call(id="a"), past_call(id="b")]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("x", "b", "a", "y", "a")]
+    messages = [{"role": "assistant", "content": "c", "tool_calls": calls}, *results]
+    one = Dialect(parallel=False)
+    found = written(messages, one)
+    assert [m.get("tool_call_id") or len(m["tool_calls"]) for m in found] == [1, "a", "a", 1, 1, "b", "x", "y"]
+    many = [{"role": "assistant", "content": None, "tool_calls": [past_call(id="a")] * 3000}, *[results[2]] * 3000]
+    assert len(written(many, one)) == 6000

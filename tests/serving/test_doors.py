@@ -128,6 +128,7 @@ class TestKeys:
         keys = Keys(["one two", KEY])
         assert keys.admit(f"Bearer {KEY}")
         assert keys.admit("bearer one two")
+        assert keys.client("bEaReR one two") == keys.client("Bearer one two") != keys.client(f"Bearer {KEY}")
         assert Keys([]).admit("")
 
     @pytest.mark.parametrize(

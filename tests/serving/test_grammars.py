@@ -134,6 +134,30 @@ def test_jobs_whose_clients_left_are_dropped():
     asyncio.run(ask())
 
 
+def test_a_grammar_that_was_dropped_too_late_is_counted_once():
+    """A job ends although it was dropped, and another job for the same grammar follows."""
+    grammars, gate, made = Grammars(accepts), Gate(), grammar("a|b")
+
+    def build():
+        gate.started.set()
+        gate.opened.wait(30)
+        return made
+
+    async def main():
+        first = asyncio.ensure_future(grammars.get(Wanted("a", build)))
+        await asyncio.to_thread(gate.started.wait, 30)
+        first.cancel()
+        await settle()
+        second = asyncio.ensure_future(grammars.get(Wanted("a", build)))
+        await settle()
+        gate.opened.set()
+        return await second
+
+    assert grammars.cached_bytes == 0
+    assert size(asyncio.run(main())) == grammars.cached_bytes
+    grammars.close()
+
+
 def test_the_queue_is_bounded_and_groups_take_turns():
     async def ask():
         gate, grammars = Gate(), Grammars(accepts, most_jobs=5)

@@ -76,6 +76,7 @@ class TestBytesInFlight:
         one.close()
         other.add(6)
         other.close()
+        other.add(6)  # by a thread that has not noticed that the client left
         assert (in_flight.total, in_flight._of_group) == (0, {})
 
 
@@ -145,6 +146,20 @@ class TestBodies:
         parts = iter([b'{"prompt": "', *[b"a" * 2**20] * 4, b'"}'])
         text = message(http.post(ASK, content=parts, headers=JSON), 413)
         assert text == "the body is larger than the 4194304 bytes that are accepted"
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            (ASK, {"prompt": "a", "x" * 10**6: 1}),
+            (ASK, {"prompt": "a", "unsupported": "x" * 10**6}),
+            ("/v1/responses", {"input": [{"type": "x" * 10**6}]}),
+            ("/v1/responses", {"input": "a", "x" * 10**6: 1}),
+        ],
+    )
+    def test_errors_are_short(self, http, path, body):
+        response = http.post(path, json=body)
+        assert "x" * 80 in message(response)
+        assert len(response.content) < 2500
 
     def test_half_of_a_surrogate_pair(self, http):
         text = message(http.post(ASK, content=rb'{"prompt": "a", "x\ud800": 1}', headers=JSON))
@@ -352,6 +367,38 @@ def test_small_requests_do_not_wait_for_large_ones(service, http):
     finally:
         begin.set()
     assert "bytes of text" in message(http.post(ASK, json={"prompt": "a" * 100_000, "max_tokens": 1}))
+
+
+@pytest.mark.parametrize("more", [{}, {"guided_regex": "a"}])
+def test_long_stop_strings_are_refused_before_tables_are_built(http, more):
+    """The tables of 500,000 bytes would have 512 MB."""
+    start, body = time.process_time(), {"prompt": "a", "stop": ["a" * 250_000, "b" * 250_000], **more}
+    assert "stop needs 500,002 states" in message(http.post(ASK, json=body))
+    assert time.process_time() - start < 5
+
+
+def test_the_bytes_of_clients_that_left_are_released(service):
+    """A thread adds the size of an answer after its client has left."""
+    begun, ended, tokenizer = threading.Event(), threading.Event(), service.service._reader.encoder.tokenizer
+
+    class Slow:
+        def encode(self, *given, **more):
+            begun.set()
+            check_released(service)
+            ended.set()
+            return tokenizer.encode(*given, **more)
+
+    service.service._reader.encoder.tokenizer = Slow()
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{service.url}/tokenize", json={"prompt": "abc"}, timeout=0.2)
+        assert begun.is_set()
+        assert ended.wait(30)
+        service.service._answering.pool.submit(int).result()
+    finally:
+        service.service._reader.encoder.tokenizer = tokenizer
+    time.sleep(0.1)
+    assert service.service._flight.total == 0
 
 
 @pytest.mark.parametrize(

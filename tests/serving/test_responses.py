@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import time
 
 import httpx
 import msgspec
@@ -387,6 +388,30 @@ class TestInput:
             self.message("developer", "b"), self.message("user", "c"), self.message("system", "d"), instructions="a"
         )
         assert [(m["role"], m["content"]) for m in found] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
+
+    def test_instructions_join_only_at_the_beginning(self):
+        found = self.messages(self.message("system", "a"), self.message("developer", "b"), self.message("user", "c"))
+        assert [m["content"] for m in found] == ["a\n\nb", "c"]
+
+    @pytest.mark.parametrize(
+        "item",
+        [
+            {"type": "message", "role": "system", "content": "x"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 40}]},
+            CALL,
+        ],
+    )
+    def test_the_time_is_linear(self, item):
+        """Compared with the time for messages of the user, for which there is nothing to join."""
+        first, count = self.message("user", "a"), 20_000
+
+        def seconds(one):
+            items = msgspec.convert([first] + [one] * count, list[Item])
+            start = time.process_time()
+            messages_of(items, None)
+            return time.process_time() - start
+
+        assert seconds(item) < 20 * seconds(first) + 0.2
 
     def test_tools(self):
         request = read_request(json.dumps({"input": "a", "tools": [WEATHER], "tool_choice": "required"}).encode())
