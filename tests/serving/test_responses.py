@@ -238,8 +238,8 @@ class TestThoughts:
         assert same(found[-1]["response"]) == same(whole)
 
     def test_they_are_read_again(self, thinking):
-        first = create(thinking, input="Who?", max_output_tokens=5)
-        again = create(thinking, input="And?", previous_response_id=first["id"], max_output_tokens=5)
+        first = create(thinking, input="Who?", max_output_tokens=5, temperature=0)
+        again = create(thinking, input="And?", previous_response_id=first["id"], max_output_tokens=5, temperature=0)
         assert again["status"] == "incomplete"
 
 
