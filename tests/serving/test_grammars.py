@@ -186,6 +186,25 @@ def test_compiling_has_a_time_limit():
     asyncio.run(ask())
 
 
+def test_a_busy_engine_has_a_pause_after_a_grammar_that_was_stopped(monkeypatch):
+    pauses, sleep = [], time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pauses.append(seconds) or sleep(0.001))
+
+    async def ask():
+        gate, grammars = Gate(), Grammars(accepts, is_busy=lambda: True)
+        task = asyncio.ensure_future(grammars.get(gate.wanted("a")))
+        while not gate.started.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        gate.opened.set()
+        await grammars.get(gate.wanted("b"))  # after the pause
+        grammars.close()
+
+    asyncio.run(ask())
+    assert max(pauses) >= 0.05
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_compiling_takes_turns_with_a_busy_engine(is_busy, monkeypatch):
     pauses = []

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.responses import Response
 
+from jaxgen.serving import answering
 from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.errors import ApiError
@@ -349,6 +350,19 @@ class TestFairness:
             body = {"prompt": "a", "guided_regex": "[a-z]{2100}"}
             text = message(httpx.post(made.url + ASK, json=body, timeout=60), 408)
             assert text == "the answer took more than 0.05 seconds"
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_large_requests_leave_half_of_the_time_to_a_busy_engine(is_busy, monkeypatch):
+    pauses, sleep = [], time.sleep
+    thread = answering._HalfTime("large", lambda: is_busy)
+    monkeypatch.setattr(answering.time, "sleep", pauses.append)
+    assert thread.submit(lambda seconds: sleep(seconds) or "read", 0.02).result() == "read"
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(lambda: 1 / 0).result()
+    thread.shutdown()
+    assert len(pauses) == 2 * is_busy
+    assert not pauses or pauses[0] >= 0.02
 
 
 def test_whole_answers_are_valid_json(http):
