@@ -168,6 +168,7 @@ def test_generate_many_in_a_loop_that_is_left():
     answers = generate_many(PARAMS, ([50] for _ in range(10**6)), KEY, SIMPLE, **SMALL)
     next(answers)
     threads = [thread for thread in threading.enumerate() if thread.name == "jaxgen engine"]
+    assert threads
     del answers
     until(lambda: not any(thread.is_alive() for thread in threads))
 

@@ -1,4 +1,4 @@
-"""What one client may use: bytes of requests and answers, memory, the tokenizer, the queue."""
+"""Limits on what one client uses: bytes of requests and answers, memory, the tokenizer, the queue."""
 
 import asyncio
 import gc
