@@ -1,5 +1,9 @@
 """Clients of the service that a module of tests makes in its fixture `service`, with the key `KEY`."""
 
+import asyncio
+import gc
+import warnings
+
 import httpx
 import openai
 import pytest
@@ -17,3 +21,12 @@ def client(service):
 def http(service):
     with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as made:
         yield made
+
+
+@pytest.fixture
+def open_loops():
+    """Collect event loops and connections that real clients leave open, so that no later test gets their warnings."""
+    yield
+    asyncio.set_event_loop(None)
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()

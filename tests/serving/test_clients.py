@@ -19,7 +19,7 @@ WIDTH = 3000
 MODEL = "tiny"
 USER = {"role": "user", "content": "What is the weather in Oslo?"}
 CALL_TEXT = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "Oslo"\}\}\n</tool_call>'
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("open_loops")]
 # The packages give warnings about their own futures.
 quiet = pytest.mark.filterwarnings("ignore")
 

@@ -25,7 +25,11 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModelSettings  # noqa: E402
 from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the clients' own warnings
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("open_loops"),
+    pytest.mark.filterwarnings("default"),  # the clients' own warnings
+]
 WHO, STORY = "Who are you?", "Tell me a story about a fox"
 
 
