@@ -9,6 +9,7 @@ import hashlib
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from jaxgen.serving.limits import Limits
 
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
+# How long a thread that parses a large request, say, may keep the interpreter lock while the engine's thread waits for
+# it. A step of a small model takes less time than Python's default, 5 ms.
+_SWITCH_SECONDS = 0.0001
 _ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
 
 
@@ -52,6 +56,7 @@ def serve(options: argparse.Namespace) -> None:
             "allowed_hosts": names or ([host] if is_loopback(host) else []),
         }
         with open_service(source, options, **own) as service:
+            sys.setswitchinterval(_SWITCH_SECONDS)
             gc.freeze()  # exempts the model and the programs from garbage collection, which large requests cause
             listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.erase()
