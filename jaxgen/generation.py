@@ -30,7 +30,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
-from jaxgen.request.checks import check_call
+from jaxgen.request.checks import check_call, check_tokenizer
 from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
@@ -192,8 +192,7 @@ def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, to
 
 def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings:
     assert cfg.stop_strings is not None
-    if tokenizer is None:
-        raise InputError("stop_strings are text: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
+    check_tokenizer(tokenizer)
     return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
 

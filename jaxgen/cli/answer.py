@@ -31,7 +31,7 @@ from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, recorded
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
-from jaxgen.cli.input_file import Line, check_vocabulary, prompt_ids, read_lines, stdin_bytes
+from jaxgen.cli.input_file import Line, prompt_ids, read_lines, stdin_bytes
 from jaxgen.cli.line_options import check_lines, in_batches
 from jaxgen.cli.many import write_answers
 from jaxgen.cli.memory import check_memory
@@ -44,7 +44,6 @@ from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.rng import seed_key
-from jaxgen.engine.forms import not_in_slots
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -53,6 +52,9 @@ from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.checks import check_room
+from jaxgen.request.inputs import check_vocabulary
+from jaxgen.request.lengths import Lengths, beyond
+from jaxgen.request.prompt_options import not_in_slots
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded
@@ -164,16 +166,16 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
             "--token-healing continues the prompt's own text, but the chat template adds text after it: add --raw, or "
             "leave it out"
         )
-    room = functools.partial(_room, cfg, options)
+    budget = functools.partial(_budget, cfg, options)
     if options.input:
-        lines = read_lines(options.input, options.system, tokenizer, options.raw, room)
+        lines = read_lines(options.input, options.system, tokenizer, options.raw, cfg.model, budget)
     elif text is not None:
         ids = _encode(tokenizer, options, text)
-        lines = [Line({"prompt": text}, ids, room(ids, None))]
+        lines = [Line({"prompt": text}, ids, budget(ids, None))]
     else:
         lines = []
     chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
-    cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([], None)))
+    cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=budget([], None)))
     assistant = None if options.assistant is None else local_directory(options.assistant)
     generate_kwargs = _further_arguments(cfg, options, tokenizer)
     slots = _slots(cfg, options, sum(line.sequences(cfg) for line in lines)) if options.input else None
@@ -185,7 +187,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     if options.input:
         check_lines(lines, cfg.reset(["slots"]), tokenizer, options.input, slots is not None)
     if isinstance(automaton := generate_kwargs.get("prefix_allowed_tokens_fn"), TokenAutomaton):
-        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or room([], None)))
+        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or budget([], None)))
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
     return job
@@ -377,33 +379,14 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> lis
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 
 
-def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int], own: int | None) -> int:
+def _budget(cfg: GenerationConfig, options: argparse.Namespace, ids: Sequence[int], own: int | None) -> int:
     """Return the maximum number of new tokens after a prompt; `own` is the prompt's own `max_new_tokens`."""
-    prompt, context = len(ids), cfg.model.context_length
     check_vocabulary(ids, cfg.model)
-    if prompt >= context:
-        raise InputError(
-            f"the prompt has {prompt} tokens, but the model's context is {context}, including the answer: shorten it"
-        )
-    if own is not None:
-        new_tokens = own
-    elif options.max_length is not None:
-        if options.max_length <= prompt:
-            raise InputError(
-                f"--max-length {options.max_length} counts the prompt, which has {prompt} tokens: raise it, "
-                "or set --max-new-tokens"
-            )
-        new_tokens = int(options.max_length) - prompt
-    elif options.max_new_tokens is not None:
-        new_tokens = int(options.max_new_tokens)
-    else:
-        return min(_default_new_tokens(cfg, prompt), context - prompt)
-    if prompt + new_tokens > context:
-        raise InputError(
-            f"the model's context is {context} tokens, and the prompt already has {prompt}: "
-            f"{'--max-new-tokens' if own is None else 'max_new_tokens'} can be at most {context - prompt}"
-        )
-    return new_tokens
+    asked = options.max_new_tokens if own is None else own
+    if own is None and options.max_length is not None:
+        asked = beyond(len(ids), options.max_length)
+    budget = Lengths(context=cfg.model.context_length).budget(len(ids), asked)
+    return budget if asked is not None else min(budget, _default_new_tokens(cfg, len(ids)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

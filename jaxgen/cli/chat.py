@@ -26,8 +26,8 @@ from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.modes import mode_of
-from jaxgen.engine.fields import is_conversation
 from jaxgen.errors import InputError, JaxgenError
+from jaxgen.request.fields import is_conversation
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 

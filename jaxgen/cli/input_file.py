@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
-from jaxgen.engine.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, check_count, hint, source_of, unknown
 from jaxgen.errors import InputError, JaxgenWarning, check_whole, shown, warn
 from jaxgen.model.config import ModelConfig
 from jaxgen.remote import is_url, read
+from jaxgen.request.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, check_count, hint, source_of, unknown
+from jaxgen.request.inputs import row_ids
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import text_lines
@@ -51,7 +52,12 @@ class Line(NamedTuple):
 
 
 def read_lines(
-    source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[list[int], int | None], int]
+    source: str,
+    system: str | None,
+    tokenizer: Tokenizer,
+    raw: bool,
+    model: ModelConfig,
+    budget: Callable[[list[int], int | None], int],
 ) -> list[Line]:
     """Read a file or a URL, or stdin if `source` is "-".
 
@@ -74,7 +80,7 @@ def read_lines(
             if index in numbers:
                 raise InputError(f"index {index} is also the index of line {numbers[index]}: give each its own")
             numbers[index] = number
-            ids = _checked_ids(given["ids"]) if "ids" in given else prompt_ids(given, system, tokenizer, raw)
+            ids = row_ids(given["ids"], model).tolist() if "ids" in given else prompt_ids(given, system, tokenizer, raw)
             if "ids" in given and system is not None:
                 raise InputError("--system needs text or messages, but the prompt is given as ids")
             most = check_whole("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
@@ -110,16 +116,6 @@ def stdin_bytes() -> bytes:
     if sys.stdin is None or sys.stdin.closed:
         raise InputError("- reads stdin, which is closed")
     return sys.stdin.buffer.read()
-
-
-def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error if an id is outside the model's vocabulary."""
-    largest = max(ids, default=0)
-    if largest >= model.vocab_size:
-        raise InputError(
-            f"the id {largest} is not one of the model's {model.vocab_size} tokens: the tokenizer or the ids "
-            "belong to another model"
-        )
 
 
 def _is_json(line: str) -> bool:
@@ -170,12 +166,6 @@ def _asked(fields: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a line's fields in the order of the output: the index, the prompt, the metadata, all others."""
     first = [name for name in (*SOURCES, "metadata") if name in fields]
     return {"index": index} | {name: fields[name] for name in first} | dict(fields)
-
-
-def _checked_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f'"ids" must be a list of at least one token id, got {shown(ids)}')
-    return ids
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:

@@ -15,12 +15,13 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded, seed_words
-from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
-from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
 from jaxgen.engine.tables import grammar_sizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
+from jaxgen.request.fields import GRAMMARS, OF_HOST, translated, with_own
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import ENTRIES, PromptOptions, per_prompt_options
 from jaxgen.text.tokenizer import Tokenizer
 
 KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
@@ -53,10 +54,10 @@ def width_for(lines: Iterable[Line]) -> int:
 
 def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokenizer, source: str, slots: bool) -> None:
     """Check the options that lines set; the error names the line. Warn about lengths that cannot be reached."""
-    form = None
-    if slots:  # the form raises an error if engines do not support the config
+    reader = None
+    if slots:  # `PromptOptions` raises an error if engines do not support the config
         names = prompt_options(lines)
-        form = Form(cfg, tokenizer, width_for(lines), names, entries_for(lines), KEY_IMPL)
+        reader = PromptReader(PromptOptions(cfg, width_for(lines), names, entries_for(lines)), tokenizer, KEY_IMPL)
     if others := [line for line in lines if not line.fields.keys() & _LENGTHS]:
         lengths, budgets = zip(*((len(line.ids), line.budget) for line in others), strict=True)
         warn_infeasible(cfg, np.asarray(lengths), np.asarray(budgets))
@@ -65,8 +66,8 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
             continue
         with line_errors(source, line.number):
             _refuse_shared(line, slots)
-            if form is not None:
-                form.read({"ids": line.ids, **line.fields}, 0)
+            if reader is not None:
+                reader.read({"ids": line.ids, **line.fields})
                 if not line.fields.keys() & _LENGTHS:
                     continue
             own, more = own_config(line, cfg, tokenizer)

@@ -33,13 +33,13 @@ from jaxgen.cli.timing import Stats
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.fields import GRAMMARS
 from jaxgen.engine.many import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
+from jaxgen.request.fields import GRAMMARS
 
 
 def write_answers(

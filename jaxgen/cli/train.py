@@ -22,13 +22,13 @@ from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint
 from convert.hub import local_directory
 from jaxgen.cli import terminal
 from jaxgen.cli.fingerprint import fingerprint
-from jaxgen.cli.input_file import check_vocabulary
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.memory import check_free, size_text
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
+from jaxgen.request.inputs import check_vocabulary
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in
@@ -137,7 +137,7 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
 
 
 def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
-    check_vocabulary((max(example.ids, default=0) for example in examples), model)
+    check_vocabulary([max(example.ids, default=0) for example in examples], model, str(file))
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
         raise InputError(f"{file}: no line has tokens to learn from among its first {width}: raise --width")

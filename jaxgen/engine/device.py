@@ -14,12 +14,12 @@ from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
 from jaxgen.decoding.slots import Continuous
-from jaxgen.engine.forms import Form
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program, default_device
 from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
+from jaxgen.request.prompt_options import PromptOptions
 
 _STATIC = ("mode", "key_impl")
 _STATIC_SIZES = ("places", "entries", "stored")
@@ -33,7 +33,7 @@ class Loop:
     """Everything that stays the same across all chunks of an engine. Parameters and tables may change.
 
     Attributes:
-        form: the options that prompts may set.
+        options: the options that prompts may set.
         extensions: the caller's functions.
         mode: the decode mode, wrapped so that rows can leave and enter.
         sizes: the static sizes.
@@ -42,7 +42,7 @@ class Loop:
         stored: the capacity of the prefix store, in chunks; 0 for no store.
     """
 
-    form: Form
+    options: PromptOptions
     extensions: Extensions
     mode: Continuous
     sizes: Sizes
@@ -51,14 +51,16 @@ class Loop:
     stored: int
 
     @classmethod
-    def of(cls, form: Form, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0) -> Loop:
+    def of(
+        cls, options: PromptOptions, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0
+    ) -> Loop:
         """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
-        mode = mode_of(form.full)
-        cfg = form.full.replace(slots=slots)
+        mode = mode_of(options.full)
+        cfg = options.full.replace(slots=slots)
         check_slots(cfg, None, extensions, mode)
-        check_options(cfg.reset(form.own), 1)
-        sizes = Sizes(slots, form.capacity, needs=mode.needs(form.full))
-        return cls(form, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
+        check_options(cfg.reset(options.own), 1)
+        sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
+        return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
 
     @property
     def places(self) -> int:
@@ -68,7 +70,7 @@ class Loop:
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
         extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
-        return Run(params, self.form.full, extensions, self.sizes, context, usual=self.form.usual, mesh=mesh)
+        return Run(params, self.options.full, extensions, self.sizes, context, usual=self.options.usual, mesh=mesh)
 
     @property
     def of_open(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Device:
         self._loop, self._mesh = loop, mesh_of(params)
         run = self._run(params, {})
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
-        check_call_memory(in_slots, loop.form.width, store_bytes, grammar_bytes)
+        check_call_memory(in_slots, loop.options.width, store_bytes, grammar_bytes)
         self._state: Any = None
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
         self._tables: dict[str, tuple[Any, Any]] = {}  # the latest tables, as given and on the parameters' devices

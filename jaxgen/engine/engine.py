@@ -12,8 +12,6 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.engine.device import Device, Loop, committed
-from jaxgen.engine.fields import LARGEST_INDEX, as_fields
-from jaxgen.engine.forms import ENTRIES, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull
@@ -28,6 +26,9 @@ from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
 from jaxgen.request.checks import check_call, check_key, typed_key
+from jaxgen.request.fields import LARGEST_INDEX, as_fields
+from jaxgen.request.prompt import Prompt, PromptReader
+from jaxgen.request.prompt_options import ENTRIES, PromptOptions
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -70,6 +71,7 @@ class Engine:
 
     Attributes:
         cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments with which the engine was created.
+        prompts: the reader of prompts, which checks them.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`, or for an option that an engine does not support.
@@ -113,15 +115,16 @@ class Engine:
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
         key_impl = str(jax.random.key_impl(key))
-        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl, adapter_count(params))
+        options = PromptOptions(cfg, prompt_width, prompt_options, id_entries, adapter_count(params))
+        self.prompts = PromptReader(options, tokenizer, key_impl)
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
-        loop = Loop.of(self._form, extensions, slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
+        prefixes = Prefixes.of(options.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
+        loop = Loop.of(options, extensions, slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
         vocab = cfg.model.vocab_size
-        device = Device(params, loop, prefixes.bytes(self._form.full), capacity.bytes(vocab))
+        device = Device(params, loop, prefixes.bytes(options.full), capacity.bytes(vocab))
         self._tables = tables_of(vocab, capacity, tokenizer, stop_states, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
-        self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
+        self._schedule = Schedule(self.prompts, self._tables, loop.places, slots, key_data, prefixes)
         no_arrivals, tables = self._schedule.no_arrivals(), {name: table.joint for name, table in self._tables.items()}
         mesh, processes = mesh_of(params), None
         params = params if mesh is not None else committed(params, params)
@@ -197,16 +200,16 @@ class Engine:
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         reader = EventReader(self.tokenizer)
         listener = None if on_event is None else lambda news: on_event(reader.read(news))
-        return self.follow({**given, **options}, listener, timeout, group)
+        return self.follow(self.prompts.read({**given, **options}), listener, timeout, group)
 
     def follow(
         self,
-        prompt: dict[str, Any],
+        prompt: Prompt,
         listener: Callable[[Event], object] | None,
         timeout: float | None,
         group: Hashable = None,
     ) -> Handle:
-        """Submit a prompt. The listener is called like `on_event` in `submit`, but events have no text.
+        """Submit a prompt that `prompts` has read. The listener is called like `on_event`, but events have no text.
 
         If the prompt fails, the last event has no tokens and no stop reason, and the handle's `failure` is set.
         The other arguments and the errors are as in `submit`.
@@ -214,17 +217,16 @@ class Engine:
         self._home.check()
         if not self.leads:
             raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")
-        read = self._form.read(prompt, 0)
-        if read.options["do_sample"] and read.key is None and not self._has_key:
+        if prompt.options["do_sample"] and prompt.key is None and not self._has_key:
             raise InputError("the prompt needs random numbers and the engine has no key: pass Engine(..., key=)")
-        automata = self._automata(read)
+        automata = self._automata(prompt)
         with self._changed:
             self._wait_for_space(timeout)
-            if "index" not in prompt:
-                read = dataclasses.replace(read, index=self._next_index)
-            self._next_index = max(self._next_index, read.index + 1) % (LARGEST_INDEX + 1)
-            flight = Flight(read, None, automata, group)
-            flight.owner = Handle(read, self.tokenizer, listener, self._runner.canceller(flight), self._home)
+            index = self._next_index if prompt.index < 0 else prompt.index
+            prompt = dataclasses.replace(prompt, index=index)
+            self._next_index = max(self._next_index, index + 1) % (LARGEST_INDEX + 1)
+            flight = Flight(prompt, None, automata, group)
+            flight.owner = Handle(prompt, self.tokenizer, listener, self._runner.canceller(flight), self._home)
             self._schedule.waiting.add(flight)
             self._changed.notify_all()
         return flight.owner

@@ -14,11 +14,11 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.fields import as_fields, refuse_unknown
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.results import Completion, Event, Handle
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.progress import progress_bar
+from jaxgen.request.fields import as_fields, refuse_unknown
 from jaxgen.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
         except ConfigError as error:
             raise ConfigError(f"prompt {place}: {error}") from error
         try:
-            handle = engine.follow(given, functools.partial(follow, place), timeout=None)
+            handle = engine.follow(engine.prompts.read(given), functools.partial(follow, place), timeout=None)
         except EngineClosed:
             raise
         except (JaxgenError, TypeError) as error:

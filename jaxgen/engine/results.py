@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import FAILURES, StopReason
-from jaxgen.engine.forms import Prompt
 from jaxgen.engine.home import Home, waits
 from jaxgen.errors import JaxgenError
+from jaxgen.request.prompt import Prompt
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 

@@ -14,10 +14,10 @@ import numpy as np
 from jaxgen.decoding.chunks import Arrivals
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 from jaxgen.engine.waiting import Waiting
+from jaxgen.request.prompt import Prompt, PromptReader
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
@@ -100,7 +100,7 @@ class Schedule:
     """The prompts of an engine: those that wait, and those that have been sent to the device.
 
     Args:
-        form: the options that prompts may set, with their defaults.
+        reader: the reader of the prompts.
         tables: the tables of automata, by name.
         places: the maximum number of prompts waiting on the device.
         slots: the number of slots, which is also the maximum number of prompts sent with a chunk.
@@ -116,14 +116,14 @@ class Schedule:
 
     def __init__(
         self,
-        form: Form,
+        reader: PromptReader,
         tables: dict[str, Table],
         places: int,
         slots: int,
         key: np.ndarray,
         prefixes: Prefixes,
     ):
-        self.form, self.tables, self.places, self.slots, self.key = form, tables, places, slots, key
+        self.reader, self.tables, self.places, self.slots, self.key = reader, tables, places, slots, key
         self.prefixes, self.version, self.holds = prefixes, 0, False
         self.waiting: Waiting[Flight] = Waiting()
         self.flying: dict[int, Flight] = {}
@@ -244,7 +244,7 @@ class Schedule:
             number[row], sequences[row], index[row] = flight.number, prompt.sequences, prompt.index
             if prompt.key is not None:
                 key[row], own_key[row] = prompt.key, True
-        request = self.form.request(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
+        request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
             prefixes = Places(*self.prefixes.arrays([flight.claim for flight in sent if flight.claim], rows))

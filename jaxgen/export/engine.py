@@ -15,7 +15,6 @@ from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.request import Request
 from jaxgen.engine.device import Loop
-from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Schedule
 from jaxgen.errors import ConfigError, check_whole
@@ -25,6 +24,8 @@ from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatt
 from jaxgen.generation import extensions_of
 from jaxgen.model.context import Context
 from jaxgen.request.checks import check_call
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions
 
 _STEPS = 8  # default number of steps in a chunk; the host can change it
 # Maps the fields of a request to the names of the programs' inputs. Options keep their own names.
@@ -70,10 +71,12 @@ def export_engine(
     check_whole("slots", slots)
     check_whole("prompt_width", prompt_width)
     _check_options(cfg)
-    form = Form(cfg, None, prompt_width)
+    form = PromptOptions(cfg, prompt_width)
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)
     engine = Loop.of(form, extensions, slots, steps=_STEPS, key_impl=KEYS)
-    schedule = Schedule(form, {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0))
+    schedule = Schedule(
+        PromptReader(form), {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0)
+    )
     nobody = _as_inputs(schedule.no_arrivals())
     nobody["sequences"][:], nobody["max_new_tokens"][:] = cfg.num_return_sequences, form.capacity
 
@@ -94,7 +97,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 
 
 def _programs(
-    params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
+    params, cfg: GenerationConfig, engine: Loop, form: PromptOptions, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the programs by name, and the state's shapes. `values` are `chunk`'s default inputs, without arrivals."""
     names = param_names(params)
@@ -135,7 +138,7 @@ def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
     return fields | flatten(arrivals.request.options) | news
 
 
-def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
+def _arrivals(inputs: dict[str, Any], form: PromptOptions) -> Arrivals:
     """Return the arrivals that the inputs describe; this is the inverse of `_as_inputs`."""
     options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
     unusual = jnp.zeros(inputs["number"].shape, bool)

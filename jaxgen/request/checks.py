@@ -151,6 +151,12 @@ def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndar
         )
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise an error if there is no tokenizer for stop strings."""
+    if tokenizer is None:
+        raise InputError("stop_strings are text: pass the tokenizer too, tokenizer=tokenizer")
+
+
 def typed_key(key: Any) -> Any:
     """Convert an old-style key, uint32[2] from `jax.random.PRNGKey`, or uint32[B, 2], to the keys of `jax.random.key`.
 

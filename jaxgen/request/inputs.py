@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import UNKNOWN
 from jaxgen.decoding.request import Array
-from jaxgen.errors import InputError, warn
+from jaxgen.errors import InputError, shown, warn
 from jaxgen.model.config import ModelConfig
 
 
@@ -50,10 +50,32 @@ def token_ids(given, model: ModelConfig) -> Array:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
-    if not is_traced(ids) and (ids.min() < 0 or ids.max() >= model.vocab_size):
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"ids contains the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
+    if not is_traced(ids):
+        check_vocabulary(ids, model, "ids")
     return ids.astype(jnp.int32)
+
+
+def row_ids(given, model: ModelConfig, name: str = "the prompt") -> np.ndarray:
+    """Return a list of ids as int32[n], checked against the vocabulary; errors call it `name`."""
+    try:
+        ids = np.asarray(given)
+    except ValueError as error:
+        raise TypeError(f"{name} must be a list of token ids, got {shown(given)}") from error
+    if not ids.size and ids.ndim == 1:
+        raise InputError(f"{name} has no tokens: pass at least one")
+    # NumPy would convert a boolean among integers to an integer.
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (isinstance(given, list) and bool in set(map(type, given))):
+        raise TypeError(f"{name} must be a list of token ids, got {shown(given)}")
+    check_vocabulary(ids, model, name)
+    return ids.astype(np.int32)
+
+
+def check_vocabulary(ids, model: ModelConfig, name: str = "the prompt") -> None:
+    """Raise an error if an id is outside the model's vocabulary."""
+    least, most = np.min(ids, initial=0), np.max(ids, initial=0)
+    if least < 0 or most >= model.vocab_size:
+        wrong = least if least < 0 else most
+        raise InputError(f"{name} contains the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
 
 
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:

@@ -41,6 +41,7 @@ from jaxgen.request.checks import (
     warn_infeasible,
 )
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
+from jaxgen.request.lengths import beyond
 from jaxgen.request.rounding import add_prompts, rounded_prompts, widen
 from jaxgen.shapes import repeat_rows
 
@@ -237,12 +238,7 @@ def _budget(
         if cfg.max_length == GenerationConfig.max_length:
             warn(f"neither max_new_tokens nor max_length is set: prompt and answer end at {cfg.max_length} tokens")
         longest = int(lengths.max()) if eager else room
-        if longest >= cfg.max_length:
-            tokens = f"{longest} tokens" if eager else f"room for {longest} tokens"
-            raise InputError(
-                f"the longest prompt has {tokens}, and max_length={cfg.max_length} includes the prompt: raise it, or "
-                "set max_new_tokens"
-            )
+        beyond(longest, cfg.max_length, f"the longest prompt has {'' if eager else 'room for '}{longest} tokens")
         budget = (cfg.max_length - lengths).astype(np.int32)
         new_tokens = int(budget.max()) if eager else cfg.max_length - room
         budget = budget if eager else jnp.minimum(budget, new_tokens)

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 from jaxgen.buckets import power_of_two, prompt_bucket
 from jaxgen.config.availability import with_hints
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.errors import ConfigError, InputError, check_whole
+from jaxgen.errors import ConfigError, check_whole
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, place_rows
 from jaxgen.programs import default_device
 from jaxgen.progress import progress_bar
 from jaxgen.request.checks import check_call
-from jaxgen.request.inputs import token_ids
+from jaxgen.request.inputs import row_ids
 from jaxgen.scoring.logprobs import continuation_logprobs
 from jaxgen.scoring.text import LOGITS_AT_ONCE, chunk_size
 
@@ -147,7 +147,10 @@ def _groups(
     for number, request in enumerate(requests):
         if not isinstance(request, tuple | list) or len(request) != 2:
             raise TypeError(f"request {number} must be a pair of lists of ids: (context, continuation)")
-        context, continuation = (_ids(part, model, number) for part in request)
+        names = f"the context of request {number}", f"the continuation of request {number}"
+        context, continuation = (
+            tuple(row_ids(part, model, name).tolist()) for part, name in zip(request, names, strict=True)
+        )
         of_context.setdefault(context, {})[number] = continuation
     for context, own in of_context.items():
         rest = sorted(own.items(), key=lambda item: len(item[1]), reverse=True)
@@ -156,15 +159,6 @@ def _groups(
             size = min(1 << (fitting.bit_length() - 1), _MOST_CONTINUATIONS)  # groups have 2**n rows
             yield _Group.of(context, dict(rest[:size]))
             rest = rest[size:]
-
-
-def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...]:
-    if not np.size(part):
-        raise InputError(f"request {number} has no context or no continuation: each needs at least one id")
-    try:
-        return tuple(np.asarray(token_ids([part], model))[0].tolist())
-    except InputError as error:
-        raise InputError(f"request {number}: {error}") from error
 
 
 def _batches(groups: Iterable[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:

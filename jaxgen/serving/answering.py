@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
@@ -17,6 +18,7 @@ from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
+from jaxgen.request.prompt import Prompt
 from jaxgen.scoring.text import score
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.errors import NO_RETRY, ApiError
@@ -82,7 +84,7 @@ class Answering:
     async def begin(
         self,
         request: Common,
-        read: Callable[[Any], Asked],
+        read: Callable[[Any, int], Asked],
         adapter: int,
         arrival: Arrival,
         *,
@@ -94,13 +96,12 @@ class Answering:
         `adapter` is the number of the adapter that it uses, or -1. `repeated` and `copies` are as in `Sizes.of`.
         """
         pool = self.pool_for(arrival.account.bytes)
-        asked, size = await in_thread(pool, self._read, request, read, repeated, copies)
+        asked, size = await in_thread(pool, self._read, request, read, adapter, repeated, copies)
         arrival.account.add(self._sizes.memory(size, bool(request.stream)))
         if asked.wanted is not None:
-            asked = asked.following(await self._grammar(asked.wanted, arrival.group))
-        if adapter >= 0:
-            for prompt in asked.prompts:
-                prompt["adapter"] = adapter
+            grammar = await self._grammar(asked.wanted, arrival.group)
+            prompts = [self._engine.prompts.following(prompt, grammar.automaton) for prompt in asked.prompts]
+            asked = dataclasses.replace(asked, prompts=prompts, left_out=grammar.left_out)
         self._metrics.observe("request_params_n", asked.sequences)
         self._metrics.observe("request_params_max_tokens", asked.budget)
         most_unread = self._limits.unread if request.stream else None
@@ -110,8 +111,10 @@ class Answering:
         """Return the threads that read or write a number of bytes."""
         return self.pool if size < LARGE else self.large
 
-    def _read(self, request: Common, read: Callable[[Any], Asked], repeated: int, copies: int) -> tuple[Asked, Size]:
-        asked = read(request)
+    def _read(
+        self, request: Common, read: Callable[[Any, int], Asked], adapter: int, repeated: int, copies: int
+    ) -> tuple[Asked, Size]:
+        asked = read(request, adapter)
         return asked, self._sizes.of(request, asked, repeated, copies)
 
     async def _grammar(self, wanted: Wanted, group: Hashable) -> Grammar:
@@ -130,7 +133,7 @@ class Answering:
         if (count := len(live.asked.prompts)) > max(1, int(self._limits.share * free)):
             raise QueueFull(f"{count} prompts are too many for the {free} free places in the queue: submit them later")
         await in_thread(self.pool, live.submit)
-        lengths = [len(prompt["ids"]) for prompt in live.asked.prompts]
+        lengths = [len(prompt.ids) for prompt in live.asked.prompts]
         self._metrics.count("prompt_tokens_total", sum(lengths))
         self._metrics.count("prefix_cache_queries_total", sum(lengths))
         for length in lengths:
@@ -201,11 +204,11 @@ class Answering:
             return None
         return [await in_thread(self.scoring, self._score, prompt, asked) for prompt in asked.prompts]
 
-    def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
+    def _score(self, prompt: Prompt, asked: Asked) -> Scored:
         # top_logprobs is always the maximum, so that only one program is compiled for each width.
-        ids, cfg = prompt["ids"], self._cfg.replace(adapter=prompt.get("adapter", -1))
+        ids, cfg = prompt.ids, self._cfg.replace(adapter=int(prompt.options.get("adapter", -1)))
         scores = score(
             self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
         )
         row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
-        return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
+        return Scored(ids.tolist(), row, asked.prompt_logprobs or 0, is_beginning=True)

@@ -105,10 +105,10 @@ class Service:
         cfg, tokenizer = engine.cfg, engine.tokenizer
         if tokenizer is None or cfg.output_logprobs is None:
             raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
-        context = context or cfg.model.context_length
+        self._context = context or cfg.model.context_length
         self._limits = limits or Limits()
         most = max(1, int(self._limits.share * engine.most_waiting))
-        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries, most, thoughts)
+        self._reader = Reader(engine.prompts, self._context, most, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
@@ -127,7 +127,7 @@ class Service:
         self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self.metrics = Metrics(name, self._gauges)
         self._origins, self._hosts = list(cors_origins), list(allowed_hosts)
-        self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), self._reader.width)
+        self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), engine.prompt_width)
         self._responses = ResponseStore(response_store_bytes)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics, self._texts)
         self._in_flight = BytesInFlight(self._limits.in_flight)
@@ -248,7 +248,7 @@ class Service:
     async def _chat(self, request: Request) -> Any:
         return await self._answer(request, ChatRequest, self._reader.chat)
 
-    async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any], Asked]) -> Any:
+    async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any, int], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = await self._read(http, lambda body: decode(body, kind))
         live = await self._begin(http, request, read)
@@ -259,7 +259,7 @@ class Service:
             return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
         return await self._answering.until_left(http, self._whole(replies, live), live)
 
-    async def _begin(self, http: Request, request: Common, read: Callable[[Any], Asked], **sizes: int) -> Live:
+    async def _begin(self, http: Request, request: Common, read: Callable[[Any, int], Asked], **sizes: int) -> Live:
         """Read a request for the model or adapter that it names; `sizes` are further arguments of `Answering.begin`."""
         adapter = self._adapters[self._named(request.model)]
         work = self._answering.begin(request, read, adapter, http.state.arrival, **sizes)
@@ -334,7 +334,7 @@ class Service:
         yield writer.begin()
         async for group in self._answering.deltas(answers, live):
             yield [event for _, delta in group for event in writer.put(delta)]
-        last = writer.end(len(live.asked.prompts[0]["ids"]), live.cached_tokens, answer.count, answer.thinking)
+        last = writer.end(len(live.asked.prompts[0].ids), live.cached_tokens, answer.count, answer.thinking)
         response = writer.response
         if response.store:
             whole = msgspec.json.encode([*items, *response.output])
@@ -381,7 +381,7 @@ class Service:
 
     def _card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "jaxgen"}
-        card |= {"max_model_len": self._reader.context}
+        card |= {"max_model_len": self._context}
         return card if name == self._name else card | {"parent": self._name}
 
     async def _tokenize(self, request: Request) -> Any:
@@ -399,7 +399,7 @@ class Service:
         else:
             ids = self._reader.encoder.encode(asked.prompt, "prompt", asked.add_special_tokens)
         account.add(_TOKEN * len(ids))
-        body = {"count": len(ids), "max_model_len": self._reader.context, "tokens": ids}
+        body = {"count": len(ids), "max_model_len": self._context, "tokens": ids}
         return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
 
     async def _detokenize(self, request: Request) -> Any:

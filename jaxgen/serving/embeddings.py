@@ -14,10 +14,11 @@ from jaxgen.buckets import prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import shown
 from jaxgen.programs import default_device
+from jaxgen.request.inputs import row_ids
 from jaxgen.scoring.embedding import embed
 from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.encoding import Encoder
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.errors import ApiError, about
 
 _MOST_TEXTS, _MOST_TOKENS = 2048, 300_000  # OpenAI's limits for a request
 _FLOAT, _BASE64 = 24, 6  # bytes of a number in an answer
@@ -90,14 +91,13 @@ class Embedder:
     def _ids(self, text: Any, where: str, adds_special: bool) -> list[int]:
         if isinstance(text, str):
             text = self._encoder.encode(text, where, adds_special)
-        elif not isinstance(text, list) or not all(type(token) is int for token in text):  # bool is not an id
+        elif not isinstance(text, list):
             raise ApiError(400, f"{where} must be a text or a list of ids, got {shown(text)}", "input")
-        if not 1 <= len(text) <= self._width:
-            raise ApiError(400, f"{where} has {len(text)} tokens, but must have 1 to {self._width}", "input")
-        vocab = self._cfg.model.vocab_size
-        if wrong := [token for token in text if not 0 <= token < vocab]:
-            raise ApiError(400, f"{where} has {shown(wrong[0])}, but the vocabulary is 0 to {vocab - 1}", "input")
-        return text
+        with about("input"):
+            ids = row_ids(text, self._cfg.model, where)
+        if len(ids) > self._width:
+            raise ApiError(400, f"{where} has {len(ids)} tokens, but must have 1 to {self._width}", "input")
+        return ids.tolist()
 
     def _check_dimensions(self, size: int | None) -> None:
         """Raise an error if vectors cannot be shortened to `size` entries, by vLLM's rules."""

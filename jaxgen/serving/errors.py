@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxgen.engine.home import EngineClosed
@@ -22,7 +24,17 @@ _FIELDS = {
     "sequence_bias": "logit_bias",
     "bad_words_ids": "bad_words",
 }
-_OPTION = re.compile(rf"\b({'|'.join(_FIELDS)})\b")
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+_OPTION = re.compile(rf"\b({'|'.join((*_FIELDS, *_SAME))})\b")
 _log = logging.getLogger("jaxgen.serving")
 
 
@@ -57,8 +69,20 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def api_error(error: BaseException) -> ApiError:
-    """Return the error response for an exception; log unexpected exceptions."""
+@contextlib.contextmanager
+def about(field: str) -> Iterator[None]:
+    """Let the errors that the block raises name a field of the request, unless they name another."""
+    try:
+        yield
+    except (JaxgenError, TypeError) as error:
+        raise api_error(error, field) from error
+
+
+def api_error(error: BaseException, field: str | None = None) -> ApiError:
+    """Return the error response for an exception; log unexpected exceptions.
+
+    `field` is the field of the request that the error is about, unless its message names an option.
+    """
     match error:
         case ApiError():
             return error
@@ -67,6 +91,8 @@ def api_error(error: BaseException) -> ApiError:
         case EngineClosed():
             return ApiError(503, "the service is shutting down", headers={"retry-after": "5"})
         case JaxgenError() | TypeError():
-            return ApiError(400, _OPTION.sub(lambda match: _FIELDS[match[1]], str(error)))
+            named = _OPTION.search(str(error))
+            text = _OPTION.sub(lambda match: _FIELDS.get(match[1], match[1]), str(error))
+            return ApiError(400, text, field if named is None else _FIELDS.get(named[1], named[1]))
     _log.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}", headers=NO_RETRY)

@@ -25,7 +25,7 @@ _PROBE = {"name": "first_probe", "description": "A probe.", "parameters": {"type
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class Rendered:
     """A rendered conversation, and how the answer to it is read.
 
     Attributes:
@@ -74,7 +74,7 @@ class Renderer:
         self._tokenizer, self._thinks = tokenizer, thinks
         self._dialects: dict[bool, Dialect] = {}
 
-    def prompt(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> Prompt:
+    def prompt(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> Rendered:
         """Render the conversation in a request.
 
         Raises:
@@ -103,7 +103,7 @@ class Renderer:
         else:
             text = render(messages)
         tags = thoughts.tags_of(template) if self._thinks else None
-        return Prompt(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, own))
+        return Rendered(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, own))
 
     def _dialect(self, messages: Sequence[Message], has_tools: bool) -> Dialect:
         """Return the form in which the template accepts past calls; it is found when it is first needed."""

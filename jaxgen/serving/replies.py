@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jaxgen.request.prompt import Prompt
 from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatRequest, Common
@@ -45,7 +46,7 @@ class Replies:
 
     def usage(self, answers: Sequence[Answer], cached: int) -> dict[str, Any]:
         """Return the token counts."""
-        prompts = sum(len(prompt["ids"]) for prompt in self.asked.prompts)
+        prompts = sum(len(prompt.ids) for prompt in self.asked.prompts)
         generated = sum(answer.count for answer in answers)
         total = {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
         total |= {"prompt_tokens_details": {"cached_tokens": cached}}
@@ -85,7 +86,7 @@ class Replies:
         if self._is_chat and of_prompts is not None and self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._of_prompt(of_prompts[0])
         if self._is_chat and self.request.return_token_ids:
-            body["prompt_token_ids"] = self.asked.prompts[0]["ids"]
+            body["prompt_token_ids"] = self.asked.prompts[0].ids.tolist()
         return body
 
     def chunk(
@@ -116,7 +117,7 @@ class Replies:
         if self.request.return_token_ids:
             choice["token_ids"] = delta.tokens
             if is_first:
-                (body if self._is_chat else choice)["prompt_token_ids"] = self._prompt(index)["ids"]
+                (body if self._is_chat else choice)["prompt_token_ids"] = self._prompt(index).ids.tolist()
         if is_first and self.asked.left_out:
             body["left_out"] = self.asked.left_out
         return body | {"choices": [choice]}
@@ -125,7 +126,7 @@ class Replies:
         """Return the last chunk, which contains the token counts."""
         return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
 
-    def _prompt(self, index: int) -> dict[str, Any]:
+    def _prompt(self, index: int) -> Prompt:
         return self.asked.prompts[index // self.asked.sequences]
 
     def _echoed(self, index: int) -> str:
@@ -153,7 +154,7 @@ class Replies:
         if of_prompt is not None and self.request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._of_prompt(of_prompt)
         if self.request.return_token_ids:
-            choice |= {"token_ids": delta.tokens, "prompt_token_ids": self._prompt(index)["ids"]}
+            choice |= {"token_ids": delta.tokens, "prompt_token_ids": self._prompt(index).ids.tolist()}
         return choice
 
     def _call(self, call: Call) -> dict[str, Any]:

@@ -13,21 +13,21 @@ import jax
 import msgspec
 
 from jaxgen.config.ends import end_of_turn
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.rng import seed_key
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, check_whole, shown
 from jaxgen.grammar.expression import EMPTY, Expression, sequence
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.serving.echo import Echo, echo_of
 from jaxgen.serving.encoding import Encoder
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.errors import ApiError, about
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.grammars import Grammar, Wanted
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
-from jaxgen.serving.rendering import Prompt, Renderer
+from jaxgen.serving.rendering import Rendered, Renderer
 from jaxgen.serving.text import Answer, StopCut
 from jaxgen.serving.tools import Tools
 from jaxgen.text.spelled import Spelled
@@ -45,7 +45,7 @@ class Asked:
     """A request that has been read and validated.
 
     Attributes:
-        prompts: the prompts for the engine, as dicts that contain `ids` and options by name.
+        prompts: the prompts for the engine.
         echoes: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
         sequences: the number of sequences per prompt.
         logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
@@ -57,7 +57,7 @@ class Asked:
         left_out: what the request's schemas have that is not enforced.
     """
 
-    prompts: list[dict[str, Any]]
+    prompts: list[Prompt]
     echoes: list[Echo] | None
     sequences: int
     logprobs: int | None
@@ -67,11 +67,6 @@ class Asked:
     call_id: Callable[[], str] = Hermes().call_id
     wanted: Wanted | None = None
     left_out: Sequence[str] = ()
-
-    def following(self, grammar: Grammar) -> Asked:
-        """Return the request with its grammar."""
-        prompts = [{**prompt, "allowed": grammar.automaton} for prompt in self.prompts]
-        return dataclasses.replace(self, prompts=prompts, left_out=grammar.left_out)
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each sequence of each prompt."""
@@ -84,57 +79,54 @@ class Reader:
     A field that is invalid or unsupported raises an ApiError, a ValueError or a TypeError.
 
     Args:
-        cfg: the engine's config; `output_logprobs` must be set, and `top_logprobs` is the maximum that a request may
-            ask for.
-        tokenizer: the model's tokenizer.
-        width: the maximum number of tokens in a prompt.
+        prompts: the engine's reader, which checks the prompts. Its config must set `output_logprobs`, and its
+            `top_logprobs` is the maximum that a request may ask for.
         context: the maximum number of tokens in a prompt and its answer together.
-        entries: the maximum number of entries in an option whose value is a table of ids.
         most_prompts: the maximum number of prompts in a request.
         thoughts: if True, thoughts are separated from the content of answers.
     """
 
     def __init__(
         self,
-        cfg: GenerationConfig,
-        tokenizer: Tokenizer,
-        width: int,
+        prompts: PromptReader,
         context: int,
-        entries: int,
         most_prompts: int,
         thoughts: bool = True,
     ):
-        self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
-        self._most_prompts = most_prompts
-        self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
+        cfg, tokenizer = prompts.cfg, prompts.tokenizer
+        assert tokenizer is not None
+        self._prompts, self.cfg, self.tokenizer, self._most_prompts = prompts, cfg, tokenizer, most_prompts
+        self._lengths = dataclasses.replace(prompts.lengths, context=context)
         self._more_eos = end_of_turn(cfg, tokenizer)
         self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
         self._renderer = Renderer(tokenizer, thoughts)
         self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
-        self.encoder = Encoder(tokenizer, width)
+        self.encoder = Encoder(tokenizer, prompts.options.width)
 
-    def completion(self, request: CompletionRequest) -> Asked:
-        """Read a request for completions."""
+    def completion(self, request: CompletionRequest, adapter: int = -1) -> Asked:
+        """Read a request for completions from the adapter with this number, or from the model itself (-1)."""
         given = _prompts(request.prompt)
         if len(given) > (most := self._most_prompts):
             raise ApiError(400, f"prompt has {len(given)} prompts, but at most {most} are accepted", "prompt")
         rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
         shown_logprobs = self._top(request.logprobs, "logprobs")
-        most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        most = _COMPLETION_TOKENS if request.max_tokens is None else _whole("max_tokens", request.max_tokens, 0)
         of_prompts = shown_logprobs if request.echo else None
         if request.prompt_logprobs is not None:
             of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
         if most == 0 and not request.echo and request.prompt_logprobs is None:
             raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
-        asked = self._asked(request, rows, most, shown_logprobs, of_prompts, None)
+        asked = self._asked(request, adapter, rows, most, shown_logprobs, of_prompts, None)
         if not request.echo:
             return asked
         pairs = zip(asked.prompts, given, strict=True)
-        echoes = [echo_of(self.tokenizer, read["ids"], text if isinstance(text, str) else None) for read, text in pairs]
+        echoes = [
+            echo_of(self.tokenizer, read.ids.tolist(), text if isinstance(text, str) else None) for read, text in pairs
+        ]
         return dataclasses.replace(asked, echoes=echoes)
 
-    def chat(self, request: ChatRequest) -> Asked:
-        """Read a request for chat completions."""
+    def chat(self, request: ChatRequest, adapter: int = -1) -> Asked:
+        """Read a request for chat completions; `adapter` is as in `completion`."""
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
@@ -143,10 +135,8 @@ class Reader:
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        most = getattr(request, name)
-        if most is not None and most < 1:
-            raise ApiError(400, f"{name} must be at least 1, got {most}", name)
-        return self._asked(request, [ids], most, top, of_prompt, prompt)
+        most = None if (most := getattr(request, name)) is None else _whole(name, most, 1)
+        return self._asked(request, adapter, [ids], most, top, of_prompt, prompt)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
         """Return the ids of the conversation in a request."""
@@ -155,11 +145,12 @@ class Reader:
     def _asked(
         self,
         request: Common,
+        adapter: int,
         rows: list[list[int]],
         most: int | None,
         logprobs: int | None,
         of_prompts: int | None,
-        prompt: Prompt | None,
+        prompt: Rendered | None,
     ) -> Asked:
         """Read the fields shared by requests for completions and for chat completions."""
         if (name := request.request_id) is not None and not (name.isprintable() and len(name) <= _LONGEST_ID):
@@ -172,21 +163,29 @@ class Reader:
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true", "stream_options")
         if request.truncate_prompt_tokens is not None:
-            if request.truncate_prompt_tokens < 1:
-                raise ApiError(400, "truncate_prompt_tokens must be at least 1", "truncate_prompt_tokens")
-            rows = [row[-request.truncate_prompt_tokens :] for row in rows]
+            kept = _whole("truncate_prompt_tokens", request.truncate_prompt_tokens)
+            rows = [row[-kept:] for row in rows]
         where = "prompt" if prompt is None else "messages"
-        budgets = [self._budget(len(row), most, where) for row in rows]
+        with about(where):
+            budgets = [self._lengths.budget(len(row), most) for row in rows]
         options = self._options(request, max(budgets))
         wanted = self._wanted(request, prompt)
         if logprobs is None:
             options["output_logprobs"] = None
         else:
             options["top_logprobs"] = logprobs
-        prompts = [{"ids": row, "max_new_tokens": budget, **options} for row, budget in zip(rows, budgets, strict=True)]
-        if options["do_sample"]:
-            for each, key in zip(prompts, _keys(request.seed, len(prompts)), strict=True):
-                each["key"] = key
+        if adapter >= 0:
+            options["adapter"] = adapter
+        keys = _keys(request.seed, len(rows)) if options["do_sample"] else [None] * len(rows)
+        with about(where):
+            prompts = [
+                # A prompt that is only scored has a budget of 0, which no prompt of an engine has.
+                dataclasses.replace(
+                    self._prompts.read({"ids": row, "max_new_tokens": budget or 1, "key": key, **options}),
+                    budget=budget,
+                )
+                for row, budget, key in zip(rows, budgets, keys, strict=True)
+            ]
 
         skips, keeps = request.skip_special_tokens, request.include_stop_str_in_output
 
@@ -206,35 +205,9 @@ class Reader:
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
         return self.encoder.encode(prompt, "prompt", adds_special) if isinstance(prompt, str) else prompt
 
-    def _budget(self, length: int, most: int | None, where: str) -> int:
-        """Return the maximum number of tokens in the answer to a prompt of `length` tokens from the field `where`."""
-        space = self.context - length
-        if not length:
-            raise ApiError(400, "the prompt has no tokens, but must have at least one", where)
-        if length > self.width:
-            raise ApiError(400, f"the prompt has {length} tokens, but this model accepts at most {self.width}", where)
-        if most is None:
-            if space < 1:
-                raise ApiError(400, f"the prompt has {length} tokens, which fill the context of {self.context}", where)
-            return min(space, self._most)
-        if most < 0:
-            raise ApiError(400, f"max_tokens must be at least 0, got {most}", "max_tokens")
-        if most > space:
-            raise ApiError(
-                400,
-                f"the prompt has {length} tokens and max_tokens is {most}, together more than the context of "
-                f"{self.context}: shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
-        if most > self._most:
-            raise ApiError(400, f"max_tokens is {most}, but this service allows at most {self._most}", "max_tokens")
-        return most
-
     def _top(self, number: int | None, name: str) -> int | None:
         """Check that `number`, the requested number of most likely tokens, is in range, and return `number`."""
-        if number is not None and not 0 <= number <= self.cfg.top_logprobs:
-            raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
-        return number
+        return None if number is None else _whole(name, number, 0, self.cfg.top_logprobs)
 
     def _options(self, request: Common, most: int) -> dict[str, Any]:
         """Return a request's options, keyed by the engine's names; `most` is the maximum number of new tokens."""
@@ -245,55 +218,25 @@ class Reader:
         if request.temperature is not None:
             own["temperature"] = request.temperature
         if request.min_tokens:
-            if request.min_tokens > most:
-                raise ApiError(400, f"min_tokens={request.min_tokens} is more than max_tokens={most}", "min_tokens")
-            own["min_new_tokens"] = request.min_tokens
+            own["min_new_tokens"] = _whole("min_tokens", request.min_tokens, 1, most)
         if request.n is not None:
-            if not 1 <= request.n <= _MOST_SEQUENCES:
-                raise ApiError(400, f"n must be from 1 to {_MOST_SEQUENCES}, got {request.n}", "n")
-            if request.n > 1 and not own["do_sample"]:
-                raise ApiError(400, f"n={request.n} needs a temperature above 0: greedy search has one answer", "n")
-            own["n"] = request.n
-        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        if not all(stops):
-            raise ApiError(400, "stop must not have an empty text", "stop")
-        if stops:
+            own["n"] = _whole("n", request.n, 1, _MOST_SEQUENCES)
+        if stops := [request.stop] if isinstance(request.stop, str) else request.stop:
             own["stop_strings"] = stops
         if request.stop_token_ids or request.ignore_eos or self._more_eos:
-            self._check_ids(request.stop_token_ids or (), "stop_token_ids")
             own["eos_token_id"] = [*([] if request.ignore_eos else self._eos), *(request.stop_token_ids or ())] or None
         if request.logit_bias:
-            own["sequence_bias"] = self._bias(request.logit_bias)
+            own["sequence_bias"] = _bias(request.logit_bias)
         if request.bad_words:
             own["bad_words_ids"] = self._bad_words(request.bad_words)
         return own
 
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        vocab = self.cfg.model.vocab_size
-        if wrong := [token for token in ids if not 0 <= token < vocab]:
-            raise ApiError(400, f"{name} has {shown(wrong[0])}, but the vocabulary is 0 to {vocab - 1}", name)
-        if len(ids) > self.entries:
-            raise ApiError(400, f"{name} has {len(ids)} entries, but at most {self.entries} are supported", name)
-
-    def _bias(self, given: dict[str, float]) -> dict[tuple[int], float]:
-        for token, bias in given.items():
-            if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
-                raise ApiError(400, f"logit_bias: {shown(token)} is not a token id", "logit_bias")
-            if not -100 <= bias <= 100:
-                raise ApiError(400, f"logit_bias must be from -100 to 100, got {bias} for {token}", "logit_bias")
-        self._check_ids([int(token) for token in given], "logit_bias")
-        return {(int(token),): bias for token, bias in given.items()}
-
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        if not all(words):
-            raise ApiError(400, "bad_words has an empty word", "bad_words")
-        if 2 * len(words) > self.entries:
-            raise ApiError(400, f"bad_words has {len(words)} words, but at most {self.entries // 2} are supported")
         self.encoder.check(words, "bad_words")
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _wanted(self, request: Common, prompt: Prompt | None) -> Wanted | None:
+    def _wanted(self, request: Common, prompt: Rendered | None) -> Wanted | None:
         """Return the grammar that an answer must follow, or None."""
         left_out = [] if request.unsupported == "warn" else None
         given = {"structured_outputs": request.structured_outputs}
@@ -317,7 +260,7 @@ class Reader:
         return dataclasses.replace(self._structured(name, structure, prompt, left_out), field=name)
 
     def _structured(
-        self, name: str, structure: Structured, prompt: Prompt | None, left_out: list[str] | None
+        self, name: str, structure: Structured, prompt: Rendered | None, left_out: list[str] | None
     ) -> Wanted:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
@@ -339,7 +282,7 @@ class Reader:
         key: Any,
         name: str,
         read: Callable[[], Expression],
-        prompt: Prompt | None,
+        prompt: Rendered | None,
         left_out: list[str] | None,
     ) -> Wanted:
         """Return the grammar for an expression; the thought of an answer to `prompt` may come before its text.
@@ -388,6 +331,21 @@ def _response_format(request: Common) -> Structured | None:
     if schema is None:
         raise ApiError(400, "response_format.json_schema.schema is missing", "response_format")
     return Structured(json=schema.schema)
+
+
+def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    """Return the value of a field, or raise an `ApiError` if it is out of range."""
+    with about(name):
+        return check_whole(name, value, least, most)
+
+
+def _bias(given: dict[str, float]) -> dict[tuple[int], float]:
+    for token, bias in given.items():
+        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+            raise ApiError(400, f"logit_bias: {shown(token)} is not a token id", "logit_bias")
+        if not -100 <= bias <= 100:
+            raise ApiError(400, f"logit_bias must be from -100 to 100, got {bias} for {token}", "logit_bias")
+    return {(int(token),): bias for token, bias in given.items()}
 
 
 def _escaped(text: str) -> str:

@@ -85,11 +85,11 @@ class Sizes:
                 of_token += 0 if asked.logprobs is None else (2 + asked.logprobs) * self._entry
             if request.prompt_logprobs is not None:
                 of_token += (2 + request.prompt_logprobs) * (_ENTRY + self._entry)
-            of_prompts += len(prompt["ids"]) * of_token + _CHOICE
+            of_prompts += len(prompt.ids) * of_token + _CHOICE
         of_prompts *= 1 if isinstance(request, ChatRequest) else sequences
         count = len(asked.prompts) * sequences
         fixed = head + _USAGE + of_prompts + count * _CHOICE + repeated
-        size = Size(fixed, copies * token, sum(prompt["max_new_tokens"] for prompt in asked.prompts) * sequences)
+        size = Size(fixed, copies * token, sum(prompt.budget for prompt in asked.prompts) * sequences)
         # The tokens of a stream are sent as they come.
         if (size.fixed if request.stream else size.total) > (most := self._limits.answer):
             fields = [name for name in _FIELDS if getattr(request, name, None)] or ["max_tokens"]

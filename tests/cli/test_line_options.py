@@ -25,9 +25,10 @@ from jaxgen.config.kinds import Flag, Flags
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine import tables
-from jaxgen.engine.forms import Form
 from jaxgen.engine.results import Completion
 from jaxgen.grammar.token_automaton import Capacity
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
 from tests.support.answers import kill_commands
 from tests.support.models import model_config
@@ -78,14 +79,15 @@ def value_of(name: str):
 
 def lines_of(tmp_path, *lines):
     (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    return read_lines(str(tmp_path / "lines"), None, TOK, True, lambda ids, own: own or 9)
+    return read_lines(str(tmp_path / "lines"), None, TOK, True, SAMPLING.model, lambda ids, own: own or 9)
 
 
 def applied_in_slots(line) -> bool:
     """Return True if the option changes the prompt in the form that the device gets."""
-    form = Form(SAMPLING, TOK, 8, prompt_options([line]), entries_for([line]), KEY_IMPL)
-    with_option = form.read({"ids": line.ids, **line.fields}, 0)
-    without = form.read({"ids": line.ids, "index": 0}, 0)
+    options = PromptOptions(SAMPLING, 8, prompt_options([line]), entries_for([line]))
+    form = PromptReader(options, TOK, KEY_IMPL)
+    with_option = form.read({"ids": line.ids, **line.fields})
+    without = form.read({"ids": line.ids, "index": 0})
     same = jax.tree.map(np.array_equal, with_option.options, without.options)
     changed = [key for key, value in same.items() if not all(jax.tree.leaves(value))]
     attributes = ("budget", "sequences", "stop_strings", "logged")

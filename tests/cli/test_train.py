@@ -464,7 +464,7 @@ class TestMistakes:
         backend.add_tokens(["[NEW]"])
         save(base, backend)
         data.write_text('{"text": "[NEW] words"}')
-        assert f"the id {VOCABULARY} is not one of the model's {VOCABULARY} tokens" in run(model=base)[1]
+        assert f"contains the token {VOCABULARY}, but the vocabulary is 0 to {VOCABULARY - 1}" in run(model=base)[1]
 
     def test_too_little_memory(self, run, monkeypatch):
         monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 1000)

@@ -242,11 +242,11 @@ def test_a_coroutine_reads_events(engine):
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ({"ids": [50, 320]}, InputError, "the prompt contains the id 320, but the vocabulary is 0 to 319"),
+        ({"ids": [50, 320]}, InputError, "the prompt contains the token 320, but the vocabulary is 0 to 319"),
         ({"ids": []}, InputError, "the prompt has no token"),
         ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
-        ({"ids": [5.0]}, TypeError, "ids must be a list of token ids"),
-        (b"text", TypeError, "ids must be a list of token ids"),
+        ({"ids": [5.0]}, TypeError, "the prompt must be a list of token ids"),
+        (b"text", TypeError, "the prompt must be a list of token ids"),
         ({"text": 5}, TypeError, '"text" must be a string'),
         ({"ids": [50], "text": "a"}, InputError, "exactly one of text, prompt, messages, ids: got text and ids"),
         ({"temperature": 0.5}, InputError, "exactly one of text, prompt, messages, ids: it has none of them"),
@@ -271,7 +271,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "temperature": [1.0, 2.0]}, InputError, "temperature has 2 values for 1 prompts"),
         ({"ids": [50], "num_beams": 2}, ConfigError, "num_beams is part of the program"),
         ({"ids": [50], "no_repeat_ngram_size": 2}, ConfigError, "no_repeat_ngram_size is part of the program"),
-        ({"ids": [50], "max_new_tokens": 15}, ConfigError, "=15 is more than the engine's max_new_tokens=14"),
+        ({"ids": [50], "max_new_tokens": 15}, ConfigError, "=15 is more than 14, for which memory is reserved"),
         ({"ids": [50], "top_logprobs": 4}, ConfigError, "top_logprobs=4 is more than the engine's top_logprobs=3"),
         ({"ids": [50], "do_sample": False, "n": 2}, ConfigError, "has one result per prompt"),
         ({"ids": [50], "n": 2, "num_return_sequences": 2}, InputError, "n and num_return_sequences"),

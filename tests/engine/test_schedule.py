@@ -7,11 +7,12 @@ import pytest
 
 from jaxgen import GenerationConfig, StopReason
 from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Flight, Pace, Schedule
 from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions
 from tests.engine.test_tables import VOCAB, grammar
 from tests.support.models import model_config
 
@@ -19,13 +20,13 @@ CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, d
 
 
 def schedule(places: int = 4, slots: int = 2, states: int = 12) -> Schedule:
-    form = Form(CFG, None, 8)
+    reader = PromptReader(PromptOptions(CFG, 8))
     tables = {"allowed": GrammarTable(VOCAB, Capacity(states, 1024, 64, 8))}
-    return Schedule(form, tables, places, slots, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
+    return Schedule(reader, tables, places, slots, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 
 def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
-    prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
+    prompt = plan.reader.read({"ids": [5, 6], "index": index, "allowed": automaton, **options})
     return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
 
 
@@ -217,11 +218,11 @@ def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served
     [({}, False), ({"temperature": 0.5}, True), ({"do_sample": False}, False), ({"min_length": 3}, True)],
 )
 def test_which_prompts_turn_on_more_than_the_config(options, unusual):
-    assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
+    assert schedule().reader.read({"ids": [5], **options}).unusual == unusual
 
 
 def test_a_grammar_does_not_turn_on_the_other_options():
-    assert not schedule().form.read({"ids": [5], "allowed": grammar("[a-c]")}, 0).unusual
+    assert not schedule().reader.read({"ids": [5], "allowed": grammar("[a-c]")}).unusual
 
 
 def test_a_chunk_takes_at_least_a_tenth_of_a_second():

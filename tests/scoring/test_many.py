@@ -142,8 +142,8 @@ def test_few_programs():
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        ([([1], [2]), ([], [1])], InputError, "request 1 has no context or no continuation"),
-        ([([1], [])], InputError, "request 0 has no context or no continuation"),
+        ([([1], [2]), ([], [1])], InputError, "the context of request 1 has no tokens"),
+        ([([1], [])], InputError, "the continuation of request 0 has no tokens"),
         ([([1], [61])], InputError, "request 0: "),
         ([[1, 2, 3]], TypeError, "request 0 must be a pair"),
     ],

@@ -9,6 +9,8 @@ import pytest
 from jaxgen import GenerationConfig
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.results import Event
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions
 from jaxgen.serving.protocol import ChatRequest, CompletionRequest
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Reader
@@ -231,7 +233,8 @@ def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
     cfg = GenerationConfig(model=MODEL, max_new_tokens=200, output_logprobs="logits", top_logprobs=1)
     tokenizer = byte_level(chat_template=KINDS["HERMES"])
     request = ChatRequest(messages=[USER], tools=[NOW], stop=["END"])
-    asked = Reader(cfg, tokenizer, 400, 800, 8, 1).chat(request)
+    prompts = PromptReader(PromptOptions(cfg, 400), tokenizer, "threefry2x32")
+    asked = Reader(prompts, 800, 1).chat(request)
     [answer] = asked.answers()
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     texts = [call, call * 2, "Noon.", "END"]
@@ -248,16 +251,22 @@ def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
 
 @pytest.mark.parametrize(
     ("fields", "ends"),
-    [({}, [260, 262]), ({"ignore_eos": True}, None), ({"ignore_eos": True, "stop_token_ids": [5]}, [5])],
+    [({}, [260, 262]), ({"ignore_eos": True}, []), ({"ignore_eos": True, "stop_token_ids": [5]}, [5])],
 )
 def test_the_tokenizers_end_of_turn_ends_an_answer(fields, ends):
     """A generation config that names only a base model's token lacks the token that ends turns."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=20, eos_token_id=260, output_logprobs="logits", top_logprobs=1)
-    reader = Reader(cfg, byte_level(chat_template=KINDS["QWEN3"]), 100, 200, 8, 1)
+    tokenizer = byte_level(chat_template=KINDS["QWEN3"])
+    reader = Reader(PromptReader(PromptOptions(cfg, 800), tokenizer, "threefry2x32"), 1000, 1)
+
+    def kept(asked):
+        ids = asked.prompts[0].options["eos_token_id"]
+        return ids[ids >= 0].tolist()
+
     asked = reader.chat(ChatRequest(messages=[USER], **fields))
-    assert asked.prompts[0]["eos_token_id"] == ends
+    assert kept(asked) == ends
     completed = reader.completion(CompletionRequest(prompt="A", **fields))
-    assert completed.prompts[0]["eos_token_id"] == ends
+    assert kept(completed) == ends
 
 
 def test_special_tokens_that_are_tags_stay_in_the_text():

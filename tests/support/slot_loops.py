@@ -13,11 +13,12 @@ from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.engine.device import Loop, trace
-from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Schedule
 from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own
@@ -50,10 +51,12 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     """Return the instructions that copy caches or the table of grammars in the loops of an engine's program."""
     cfg = config(dtype)
     model = model_of(cfg)
-    form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
-    loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
+    options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
+    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
-    arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).no_arrivals()
+    arrivals = Schedule(
+        PromptReader(options), tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes
+    ).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
     table = tables["allowed"].joint
     grammars = {name: getattr(table, name).size for name in ("classes", "low", "part")}

@@ -7,30 +7,37 @@ import pytest
 
 from jaxgen import ConfigError, GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
-from jaxgen.engine.forms import Form, not_in_slots
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions, not_in_slots
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(), max_new_tokens=8, do_sample=True, top_k=0, eos_token_id=2)
 VOCAB = CFG.model.vocab_size
-FORM = Form(CFG, None, 8)
+READER = PromptReader(PromptOptions(CFG, 8))
 
 
 @pytest.mark.slow
 def test_options_of_other_prompts_change_no_bit_of_a_prompt():
-    assert {"top_h", "top_p", "sequence_bias", "forced_bos_token_id", "exponential_decay_length_penalty"} < FORM.own
-    off = FORM.read([5], 0).options
+    assert {
+        "top_h",
+        "top_p",
+        "sequence_bias",
+        "forced_bos_token_id",
+        "exponential_decay_length_penalty",
+    } < READER.options.own
+    off = READER.read([5]).options
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(3, VOCAB, (2, 9)), jnp.int32)
     length, budget = jnp.asarray([1, 6], jnp.int32), jnp.asarray([3, 3], jnp.int32)
-    history = History.begin(FORM.full, ids, length, budget, options=FORM.own)
+    history = History.begin(READER.options.full, ids, length, budget, options=READER.options.own)
     history = history.push(jnp.asarray([7, 8], jnp.int32), jnp.ones(2, bool))
     scores = jnp.asarray(rng.normal(size=(2, VOCAB)), jnp.float32)
-    transform = jax.jit(lambda rows: build_transform(FORM.full, rows)(history, scores))
-    for name in FORM.own - {"do_sample"}:
+    transform = jax.jit(lambda rows: build_transform(READER.options.full, rows)(history, scores))
+    for name in READER.options.own - {"do_sample"}:
         option = OPTIONS[name]
-        own = FORM.read({"ids": [5], name: option.examples[0], "do_sample": True}, 0).options
+        own = READER.read({"ids": [5], name: option.examples[0], "do_sample": True}).options
         rows = jax.tree.map(lambda *x: jnp.stack(x), off | {"do_sample": np.bool_(True)}, own)
         got = transform(rows)
         np.testing.assert_array_equal(got[0], scores[0], err_msg=name)
@@ -57,29 +64,31 @@ def test_options_of_other_prompts_change_no_bit_of_a_prompt():
 )
 def test_configs_that_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        Form(CFG.replace(**options), None, 8)
+        PromptOptions(CFG.replace(**options), 8)
 
 
 def test_a_table_is_as_large_as_the_config_needs():
     suppressed, biases = list(range(50)), {tuple(range(10)): 1.5, (3,): -2.0}
-    form = Form(CFG.replace(suppress_tokens=suppressed, sequence_bias=biases), None, 8)
-    options = form.read([5], 0).options
+    reader = PromptReader(PromptOptions(CFG.replace(suppress_tokens=suppressed, sequence_bias=biases), 8))
+    options = reader.read([5]).options
     assert set(options["suppress_tokens"].tolist()) == {-1, *suppressed}
     assert options["sequence_bias"][0].shape[1] >= 10
-    own = form.read({"ids": [5], "suppress_tokens": [7]}, 0).options["suppress_tokens"]
+    own = reader.read({"ids": [5], "suppress_tokens": [7]}).options["suppress_tokens"]
     assert own.shape == options["suppress_tokens"].shape
     assert set(own.tolist()) == {-1, 7}
 
 
-def test_a_form_with_few_options():
-    form = Form(CFG.replace(temperature=0.7, min_length=4), None, 8, ["top_k"])
-    assert form.own == {"do_sample", "temperature", "min_new_tokens", "top_k"} | form.own & CFG.enabled
-    prompt = form.read({"ids": [5], "top_k": 3, "temperature": 0.5, "max_new_tokens": 2}, 0)
+def test_a_reader_with_few_options():
+    reader = PromptReader(PromptOptions(CFG.replace(temperature=0.7, min_length=4), 8, ["top_k"]))
+    assert (
+        reader.options.own == {"do_sample", "temperature", "min_new_tokens", "top_k"} | reader.options.own & CFG.enabled
+    )
+    prompt = reader.read({"ids": [5], "top_k": 3, "temperature": 0.5, "max_new_tokens": 2})
     assert (prompt.options["top_k"], prompt.options["min_new_tokens"], prompt.budget) == (3, 3, 2)
     with pytest.raises(ConfigError, match=r"top_p is part of the program: .*; or name it in prompt_options"):
-        form.read({"ids": [5], "top_p": 0.5}, 0)
+        reader.read({"ids": [5], "top_p": 0.5})
     with pytest.raises(ConfigError, match="prompt_options has num_beams, which is not an option of a prompt: eos_"):
-        Form(CFG, None, 8, ["num_beams"])
+        PromptOptions(CFG, 8, ["num_beams"])
 
 
 @pytest.mark.parametrize(

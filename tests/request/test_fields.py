@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
-from jaxgen.engine.fields import hint, translated
 from jaxgen.errors import JaxgenWarning
+from jaxgen.request.fields import hint, translated
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
 from tests.support.letters import PARAMS
 
@@ -43,7 +43,7 @@ def test_metadata_is_passed_through():
     prompts = [{"text": "ab", "metadata": {"id": 7}, "n": 2}, "a", {"ids": [999], "metadata": "x"}]
     done = list(generate_many(PARAMS, prompts, KEY, SIMPLE, ordered=True, **SIZES))
     assert [completion.metadata for completion in done] == [{"id": 7}, {"id": 7}, None, "x"]
-    assert "the id 999" in done[3].error
+    assert "the token 999" in done[3].error
 
 
 @pytest.mark.parametrize(
