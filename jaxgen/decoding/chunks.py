@@ -30,7 +30,8 @@ class Arrivals:
     Attributes:
         request: a request with M prompts, in the form that `Request.complete` returns, without random keys.
         number: int32[M], the number that identifies each prompt; `NOBODY` in unused entries.
-        sequences: int32[M], the number of sequences of each prompt.
+        first_sequence: int32[M], the index of the first sequence to generate for each prompt.
+        sequences: int32[M], the number of sequences to generate for each prompt.
         key_data: uint32[M, ...], the key data of each prompt.
         index: uint32[M], the value to fold into each key.
         own_key: bool[M], True if the prompt's key is used unchanged.
@@ -40,6 +41,7 @@ class Arrivals:
 
     request: Request
     number: Array
+    first_sequence: Array
     sequences: Array
     key_data: Array
     index: Array
@@ -64,7 +66,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
     at = jnp.zeros(places, jnp.int32)
     nobody, zero = jnp.full(places, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
     prefixes = jax.tree.map(lambda x: jnp.asarray(x)[at], arrivals.prefixes)
-    state = mode.open(run, Queue(one.select(at), nobody, nobody, zero, zero, prefixes), stored)
+    state = mode.open(run, Queue(one.select(at), nobody, nobody, nobody, zero, zero, prefixes), stored)
     return dataclasses.replace(state, results=Journal.open(state.rows.rows, entries))
 
 
@@ -126,6 +128,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
         queue,
         request=jax.tree.map(put, queue.request, request),
         number=put(queue.number, arrivals.number),
+        first_sequence=put(queue.first_sequence, arrivals.first_sequence),
         sequences=put(queue.sequences, arrivals.sequences),
         prefixes=jax.tree.map(put, queue.prefixes, arrivals.prefixes),
         waiting=queue.waiting + jnp.sum(given, dtype=jnp.int32),

@@ -36,8 +36,8 @@ class Pool:
 
     Attributes:
         number: int32[R], the number that identifies the prompt in each place; `NOBODY` in an empty place.
-        sequences: int32[R], the number of sequences of each prompt.
-        taken: int32[R], the number of these sequences that have entered the loop.
+        next: int32[R], the index of the next sequence of each prompt to enter the loop.
+        end: int32[R], the index after the last one to enter.
         read: int32[streams * R], the number of tokens of each prompt that have been read or copied from the store.
         inputs: all tokens of the prompts.
         rows: one row per place, before any token is generated.
@@ -49,8 +49,8 @@ class Pool:
     """
 
     number: jax.Array
-    sequences: jax.Array
-    taken: jax.Array
+    next: jax.Array
+    end: jax.Array
     read: jax.Array
     inputs: ModelInputs
     rows: Rows
@@ -76,8 +76,8 @@ class Pool:
         states = jnp.zeros((cache.rows, 1, run.model.hidden_size), run.model.dtype)
         pool = cls(
             number=nobody,
-            sequences=nobody,
-            taken=nobody,
+            next=nobody,
+            end=nobody,
             read=jnp.zeros(cache.rows, jnp.int32),
             inputs=inputs,
             rows=rows,
@@ -121,8 +121,8 @@ class Pool:
         pool = dataclasses.replace(
             self,
             number=jnp.where(loaded, number, self.number),
-            sequences=jnp.where(loaded, queue.sequences[place], self.sequences),
-            taken=jnp.where(loaded, 0, self.taken),
+            next=jnp.where(loaded, queue.first_sequence[place], self.next),
+            end=jnp.where(loaded, (queue.first_sequence + queue.sequences)[place], self.end),
             read=jnp.where(of_streams, cache.length - before, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
@@ -181,14 +181,14 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt at `place int32[1]`. After its last one, the prompt leaves the pool."""
-        rows = self.rows.take(place).sequence(self.taken[place])
+        """Take the next sequence of the prompt at `place int32[1]`. After the last one, the prompt leaves the pool."""
+        rows = self.rows.take(place).sequence(self.next[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
         prefilled = Prefilled(rows, Forward(logits, states, ModelOutput(logits), self.cache.select(at)))
-        taken = self.taken.at[place].add(1)
-        number = jnp.where(taken < self.sequences, self.number, NOBODY)
-        return dataclasses.replace(self, taken=taken, number=number), prefilled
+        following = self.next.at[place].add(1)
+        number = jnp.where(following < self.end, self.number, NOBODY)
+        return dataclasses.replace(self, next=following, number=number), prefilled
 
 
 def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:

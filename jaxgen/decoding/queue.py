@@ -18,7 +18,8 @@ class Queue:
     Attributes:
         request: a complete request (see `Request.complete`) with one prompt per place of the ring.
         number: int32[Q], the number that identifies each prompt; `NOBODY` for prompts to skip.
-        sequences: int32[Q], the number of sequences of each prompt.
+        first_sequence: int32[Q], the index of the first sequence to generate for each prompt.
+        sequences: int32[Q], the number of sequences to generate for each prompt.
         first: int32[], the place of the next prompt.
         waiting: int32[], the number of waiting prompts.
         prefixes: the places of the prompts' first chunks in the prefix store; None without a store.
@@ -26,6 +27,7 @@ class Queue:
 
     request: Request
     number: jax.Array
+    first_sequence: jax.Array
     sequences: jax.Array
     first: jax.Array
     waiting: jax.Array

@@ -151,7 +151,8 @@ class Continuous(Mode):
         prompts = run.sizes.prompts
         number = jnp.arange(prompts, dtype=jnp.int32)
         sequences = jnp.full(prompts, run.needs.sequences, jnp.int32)
-        queue = Queue(request.complete(), number, sequences, jnp.zeros((), jnp.int32), jnp.int32(prompts))
+        zero = jnp.zeros((), jnp.int32)
+        queue = Queue(request.complete(), number, jnp.zeros_like(number), sequences, zero, jnp.int32(prompts))
         state = self.open(run, queue)
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
@@ -203,7 +204,7 @@ class Continuous(Mode):
         def enter(state: ContinuousState) -> ContinuousState:
             slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready(run)))
             old = jax.tree.map(lambda x: x[slot], state.sequences)
-            new = Sequences(state.pool.number[place], state.pool.taken[place])
+            new = Sequences(state.pool.number[place], state.pool.next[place])
             pool, prefilled = state.pool.take(run, place)
             entered = self.mode.enter(run, prefilled)
             results = state.results.leave(run, old, state.rows.rows.take(slot))

@@ -260,8 +260,9 @@ class Engine:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.
 
         Args:
-            finish: if True, first answer the prompts that have been sent to the device; the other prompts wait. If you
-                then call `update_params` during the pause, each answer depends on only one version of the weights.
+            finish: if True, first answer the prompts that have been sent to the device, even if only a part of their
+                sequences has been sent; the other prompts wait. If you then call `update_params` during the pause, each
+                answer depends on only one version of the weights.
 
         Raises:
             EngineClosed: the engine is closed.

@@ -55,7 +55,7 @@ class Completion:
             if `output_logprobs` is off in the engine's config or for the prompt.
         error: the reason why the sequence failed, or None.
         versions: the versions of the weights that the tokens depend on, in ascending order. The first entry is
-            the version in use when the prompt was sent to the device; see `Engine.update_params`.
+            the version in use when the sequence was sent to the device; see `Engine.update_params`.
         cached_tokens: the number of tokens at the start of the prompt that were copied from the prefix store.
         metadata: the prompt's `metadata`, or None.
     """

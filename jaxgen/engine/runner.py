@@ -238,9 +238,9 @@ class Runner:
             entries = list(self.schedule.read(happened))
             self._told = [entry.flight for entry in entries]
             self.changed.notify_all()  # for callers that wait until all prompts are answered
-        for flight, number, tokens, reason, rest in entries:
+        for flight, number, tokens, reason, rest, sent_with in entries:
             flight.owner.cached_tokens = flight.cached
-            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (flight.version, version))
+            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (sent_with, version))
             if flight.owner.failure is not None:  # raised by the caller's on_event
                 with self.changed:
                     self.schedule.cancel(flight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -22,9 +23,26 @@ from jaxgen.request.prompt import Prompt, PromptReader
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
 
+@dataclasses.dataclass
+class Part:
+    """Consecutive sequences of a prompt that were sent to the device together.
+
+    Attributes:
+        first: the index of the first sequence.
+        begun: the index after the last sequence that has begun.
+        version: the version of the weights when the part was sent.
+        claim: the part's claim on the prefix store; None once the device has read the prompt for this part.
+    """
+
+    first: int
+    begun: int
+    version: int
+    claim: Claim | None
+
+
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """A prompt that is waiting or being answered.
+    """A prompt that is waiting or being answered. Its sequences are sent to the device in one or more parts.
 
     Attributes:
         owner: the recipient of the prompt's results.
@@ -33,10 +51,11 @@ class Flight:
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
         remaining: the number of the prompt's sequences that have not ended.
         chunks: the names of the prompt's chunks in the prefix store; None until the names are needed.
-        claim: the prompt's claim on the store; None before the prompt is sent and after it has been read.
-        cached: the number of the prompt's tokens that were in the store.
+        states: the initial states of the prompt's automata by table name; None until the prompt is sent.
+        parts: the parts that have been sent.
+        sent: the number of the prompt's sequences that have been sent.
         begun: the number of the prompt's sequences that have begun.
-        version: the version of the weights when the prompt was sent.
+        cached: the number of the prompt's tokens that were in the store when the first part was sent.
     """
 
     prompt: Prompt
@@ -46,10 +65,11 @@ class Flight:
     number: int = NOBODY
     remaining: int = 0
     chunks: list[bytes] | None = None
-    claim: Claim | None = None
-    cached: int = 0
+    states: dict[str, int] | None = None
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    sent: int = 0
     begun: int = 0
-    version: int = 0
+    cached: int = 0
 
     def __post_init__(self):
         self.remaining = self.sequences
@@ -58,6 +78,10 @@ class Flight:
     def sequences(self) -> int:
         """The number of the prompt's sequences."""
         return self.prompt.sequences
+
+    def part(self, sequence: int) -> Part:
+        """Return the part with the sequence at index `sequence`."""
+        return self.parts[bisect.bisect(self.parts, sequence, key=lambda part: part.first) - 1]
 
 
 class Counts(NamedTuple):
@@ -87,6 +111,7 @@ class Entries(NamedTuple):
         tokens: int32[n], the new tokens.
         reason: a `StopReason`; 0 if the sequence has not ended.
         rest: int32[n, C], the other columns of the journal.
+        version: the version of the weights when the sequence was sent.
     """
 
     flight: Flight
@@ -94,6 +119,7 @@ class Entries(NamedTuple):
     tokens: np.ndarray
     reason: int
     rest: np.ndarray
+    version: int
 
 
 class Schedule:
@@ -103,15 +129,16 @@ class Schedule:
         reader: the reader of the prompts.
         tables: the tables of automata, by name.
         places: the maximum number of prompts waiting on the device.
-        slots: the number of slots, which is also the maximum number of prompts sent with a chunk.
+        slots: the number of slots, which is also the maximum number of prompts sent with a chunk, and the number of
+            sequences in the smallest part of a prompt, apart from its last part.
         key: the data of the engine's key.
         prefixes: the index of the prefix store.
 
     Attributes:
         version: the version of the current weights.
-        holds: if True, waiting prompts are not sent.
-        waiting: the prompts that have not been sent.
-        flying: the prompts that have been sent and have not ended, by number.
+        holds: if True, only prompts of which a part has been sent are sent.
+        waiting: the prompts with sequences that have not been sent.
+        flying: the prompts of which a part has been sent and which have not ended, by number.
     """
 
     def __init__(
@@ -151,7 +178,7 @@ class Schedule:
         # A sequence gets its first token when it enters a slot, and one more token in each later step.
         rows = max(self._tokens - self._begun, 0)
         running = sum(flight.begun > 0 for flight in self.flying.values())
-        waiting = len(self.waiting) + len(self.flying) - running
+        waiting = len({*self.waiting, *self.flying.values()}) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
     def cancel(self, flight: Flight) -> None:
@@ -159,56 +186,66 @@ class Schedule:
         if flight in self.waiting:
             self.waiting.remove(flight)
             self._blocked.pop(flight, None)
-        elif self.flying.get(flight.number) is flight:
+        if self.flying.get(flight.number) is flight:
             self._cancelled.append(flight)
             self._land(flight)
 
     def no_arrivals(self) -> Arrivals:
         """Return `Arrivals` without new prompts or cancellations."""
-        return self._arrivals([], {}, [])
+        return self._arrivals([], [])
 
     def arrivals(self) -> Arrivals | None:
         """Return the changes since the last chunk, or None if there are none.
 
-        Prompts are moved out of `waiting` as long as there is room for them.
+        Prompts are sent as long as there is space for them. If a prompt has more sequences than may be sent, a part of
+        them is sent, and the prompt stays in `waiting`. The device reads the prompt again for each part, so a part does
+        not have fewer sequences than there are slots, unless it is the last part.
         """
         cancelled = [self._cancelled.popleft() for _ in range(min(self.slots, len(self._cancelled)))]
         for flight in cancelled:
-            if flight.claim is not None:
-                self.prefixes.release(flight.claim)
+            for claim in [part.claim for part in flight.parts if part.claim is not None]:
+                self.prefixes.release(claim)
         space, sequences = min(self.slots, self.places - self._queued - sum(self._sent)), self._space()
         sent: list[Flight] = []
-        starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        for flight in () if self.holds else self.waiting.in_turn():
+        for flight in self.waiting.in_turn():
             if len(sent) >= space or sequences <= 0:
                 break
-            if (states := self._enter(flight)) is None:
+            if (self.holds and not flight.sent) or (claim := self._enter(flight)) is None:
                 continue
-            self.waiting.serve(flight)
-            sequences -= flight.sequences
+            if not flight.sent:
+                flight.number = next(number for number in self._numbers if number not in self.flying)
+                self.flying[flight.number] = flight
+                flight.cached = len(claim.have) * self.prefixes.chunk
+            count = min(flight.sequences - flight.sent, max(sequences, self.slots))
+            flight.parts.append(Part(flight.sent, flight.sent, self.version, claim))
+            flight.sent += count
+            self.waiting.serve(flight, count, is_last=flight.sent == flight.sequences)
+            sequences -= count
             sent.append(flight)
-            for name, state in states.items():
-                starts[name].append(state)
-            flight.number = next(number for number in self._numbers if number not in self.flying)
-            self.flying[flight.number], flight.version = flight, self.version
         self._sent.append(len(sent))
-        return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
+        return self._arrivals(sent, cancelled) if sent or cancelled else None
 
     def _space(self) -> int:
-        """Return the number of sequences that may be sent; the last prompt may have more.
+        """Return the number of sequences that may be sent; the last part may have more.
 
         A prompt that arrives later waits until all sequences sent before have begun. So no more are sent than slots may
         need until the next arrivals: those of this chunk, and of the chunk that the device is running.
         """
-        waiting = sum(flight.sequences - flight.begun for flight in self.flying.values())
+        waiting = sum(flight.sent - flight.begun for flight in self.flying.values())
         return self.slots + 2 * max(self._begins) - waiting
 
-    def _enter(self, flight: Flight) -> dict[str, int] | None:
-        """Add a prompt to the tables and the store. Return the prompt's initial states, or None if it must wait."""
+    def _enter(self, flight: Flight) -> Claim | None:
+        """Add the prompt of the next part to the tables, and return the part's claim, or None if it must wait."""
         if flight.chunks is None:
             flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
         if self.prefixes.must_wait(flight.chunks):
             return None
+        if flight.states is None:
+            flight.states = self._initial_states(flight)
+        return None if flight.states is None else self.prefixes.enter(flight.chunks)
+
+    def _initial_states(self, flight: Flight) -> dict[str, int] | None:
+        """Add a prompt to the tables, and return its initial states, or None if a table has no space."""
         states: dict[str, int] = {}
         for name, table in self.tables.items():
             state = 0
@@ -223,8 +260,6 @@ class Schedule:
                     return None
             states[name] = state
         self._blocked.pop(flight, None)
-        flight.claim = self.prefixes.enter(flight.chunks)
-        flight.cached = len(flight.claim.have) * self.prefixes.chunk
         return states
 
     def _is_blocked(self, name: str, flight: Flight) -> bool:
@@ -232,23 +267,27 @@ class Schedule:
         older = itertools.takewhile(lambda other: other is not flight, self._blocked)
         return any(self._blocked[other] == name for other in older)
 
-    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[Flight]) -> Arrivals:
-        rows = self.slots
+    def _arrivals(self, sent: list[Flight], cancelled: list[Flight]) -> Arrivals:
+        """Return the arrivals with the newest part of each of the prompts in `sent`."""
+        rows, parts = self.slots, [flight.parts[-1] for flight in sent]
         ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that is never assigned to a prompt
         ended[: len(cancelled)] = [flight.number for flight in cancelled]
         prompts = [flight.prompt for flight in sent]
-        number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
+        number = np.full(rows, NOBODY, np.int32)
+        first_sequence, sequences = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         key, index = np.broadcast_to(self.key, (rows, *self.key.shape)).copy(), np.zeros(rows, np.uint32)
         own_key = np.zeros(rows, bool)
-        for row, (flight, prompt) in enumerate(zip(sent, prompts, strict=True)):
-            number[row], sequences[row], index[row] = flight.number, prompt.sequences, prompt.index
+        for row, (flight, prompt, part) in enumerate(zip(sent, prompts, parts, strict=True)):
+            number[row], index[row] = flight.number, prompt.index
+            first_sequence[row], sequences[row] = part.first, flight.sent - part.first
             if prompt.key is not None:
                 key[row], own_key[row] = prompt.key, True
+        starts = {name: [flight.states[name] for flight in sent if flight.states] for name in self.tables}
         request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
-            prefixes = Places(*self.prefixes.arrays([flight.claim for flight in sent if flight.claim], rows))
-        return Arrivals(request, number, sequences, key, index, own_key, ended, prefixes)
+            prefixes = Places(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
+        return Arrivals(request, number, first_sequence, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
         """Yield the entries of the oldest unread chunk, grouped by sequence, and remove prompts that have ended."""
@@ -259,20 +298,20 @@ class Schedule:
         order = np.lexsort((np.arange(count), entries[:, 1], entries[:, 0]))
         entries = entries[order]
         begins = np.flatnonzero(np.any(np.diff(entries[:, :2], axis=0, prepend=NOBODY - 1), axis=1))
-        for part in np.split(entries, begins[1:]) if count else ():
-            flight = self.flying.get(int(part[0, 0]))
+        for news in np.split(entries, begins[1:]) if count else ():
+            flight = self.flying.get(int(news[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
-                self.prefixes.confirm(flight.claim)
-                flight.claim = None
-            sequence, reason = int(part[0, 1]), int(part[-1, 3])
-            part = part[part[:, 2] >= 0]  # drop entries that only end the sequence
-            self._tokens += len(part)
-            if sequence >= flight.begun:  # sequences begin in order
-                self._begun += sequence + 1 - flight.begun
-                flight.begun = sequence + 1
-            yield Entries(flight, sequence, part[:, 2], reason, part[:, 4:])
+            sequence, reason = int(news[0, 1]), int(news[-1, 3])
+            part = flight.part(sequence)
+            if part.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
+                self.prefixes.confirm(part.claim)
+                part.claim = None
+            news = news[news[:, 2] >= 0]  # drop entries that only end the sequence
+            self._tokens += len(news)
+            begun = max(sequence + 1 - part.begun, 0)  # the sequences of a part begin in order
+            part.begun, flight.begun, self._begun = part.begun + begun, flight.begun + begun, self._begun + begun
+            yield Entries(flight, sequence, news[:, 2], reason, news[:, 4:], part.version)
             if reason:
                 flight.remaining -= 1
                 if not flight.remaining:

@@ -14,9 +14,6 @@ class _Prompt(Hashable, Protocol):
     @property
     def group(self) -> Hashable: ...
 
-    @property
-    def sequences(self) -> int: ...
-
 
 P = TypeVar("P", bound=_Prompt)
 
@@ -35,8 +32,8 @@ class _Group(Generic[P]):
 class Waiting(Generic[P]):
     """Waiting prompts, in groups. Groups take turns, and the prompts of a group are served in the order of arrival.
 
-    A prompt with n sequences counts as n turns, so groups that always have waiting prompts get the same number of
-    sequences, however they divide them among prompts.
+    A prompt can be served in parts. A part with n sequences counts as n turns, so groups that always have waiting
+    prompts get the same number of sequences, however they divide them among prompts.
     """
 
     def __init__(self):
@@ -66,19 +63,21 @@ class Waiting(Generic[P]):
         del self._groups[prompt.group].prompts[prompt]
         self._count -= 1
 
-    def serve(self, prompt: P) -> None:
-        """Remove a prompt, and count it as a turn of its group."""
+    def serve(self, prompt: P, sequences: int, is_last: bool) -> None:
+        """Count a part of a prompt with `sequences` sequences. Remove the prompt if this is its last part."""
         group = self._groups[prompt.group]
         # A group that could not be served for a while has lost its turns, so that it does not get them all at once.
         self._now = max(self._now, group.turn[0])
-        group.turn = self._now + prompt.sequences, next(self._ties)
-        self.remove(prompt)
+        group.turn = self._now + sequences, next(self._ties)
+        if is_last:
+            self.remove(prompt)
 
     def in_turn(self) -> Iterator[P]:
-        """Yield the prompts in the order in which they should be served, each at most once.
+        """Yield the prompts in the order in which they should be served.
 
-        After each prompt, the caller calls `serve` if the prompt can be served. Otherwise, the next prompt of the group
-        may have the turn.
+        After each prompt, the caller calls `serve` if the prompt can be served. If this was not the prompt's last part,
+        the prompt follows again when its group has its next turn. If the prompt cannot be served, it does not follow
+        again, and the next prompt of the group may have the turn.
         """
         # A group without prompts is forgotten only when its turns are over. Otherwise, a group that always has just one
         # waiting prompt would be a new one each time.
@@ -88,11 +87,12 @@ class Waiting(Generic[P]):
         groups = [(group.turn, group, iter(list(group.prompts))) for group in self._groups.values()]
         heapq.heapify(groups)  # never compares groups, because no two turns are equal
         while groups:
-            _, group, prompts = groups[0]
+            turn, group, prompts = groups[0]
             for prompt in prompts:
                 yield prompt
-                if prompt not in group.prompts:
-                    heapq.heapreplace(groups, (group.turn, group, prompts))
+                if group.turn != turn:
+                    rest = itertools.chain([prompt], prompts) if prompt in group.prompts else prompts
+                    heapq.heapreplace(groups, (group.turn, group, rest))
                     break
             else:
                 heapq.heappop(groups)

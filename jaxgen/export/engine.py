@@ -149,7 +149,8 @@ def _arrivals(inputs: dict[str, Any], form: PromptOptions) -> Arrivals:
     news: dict[str, Any] = {name: jnp.asarray(inputs[name]) for name in _NEWS}
     ids, mask, budget = (jnp.asarray(inputs[name]) for name in _FIELDS.values())
     request = Request(ids, mask, jnp.minimum(budget, form.capacity), options, unusual=unusual)
-    return Arrivals(request, key_data=jnp.asarray(inputs["key"]), **news)
+    first_sequence = jnp.zeros_like(news["sequences"])  # a prompt is sent with all of its sequences
+    return Arrivals(request, key_data=jnp.asarray(inputs["key"]), first_sequence=first_sequence, **news)
 
 
 def _journal(cfg: GenerationConfig) -> str:

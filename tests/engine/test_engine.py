@@ -21,6 +21,7 @@ from jaxgen import (
     generate,
     shard_params,
 )
+from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many import generate_many
@@ -377,6 +378,90 @@ def test_groups_take_turns(engine):
         engine.submit([50], group=[])
     assert engine.submit([50]).result(60)
     assert engine.free_places == 1024
+
+
+def first_sequences(engine, monkeypatch) -> list[int]:
+    """Return a list to which the index of the first sequence of each part that is sent is added."""
+    firsts, arrivals = [], engine._schedule.arrivals
+
+    def record():
+        news = arrivals()
+        if news is not None:
+            firsts.extend(news.first_sequence[news.number != NOBODY].tolist())
+        return news
+
+    monkeypatch.setattr(engine._schedule, "arrivals", record)
+    return firsts
+
+
+def test_the_bits_of_a_prompt_do_not_depend_on_its_parts(engine, monkeypatch):
+    own = {"allowed": GRAMMARS[0], "stop_strings": ["cab", "bb"], "temperature": 1.3, "top_p": 0.9}
+    prompts = [{"ids": [50, 60], "n": 50, "index": 3}, {"ids": [70, 80, 90], "n": 40, "index": 4, **own}]
+    firsts = first_sequences(engine, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._schedule, "_space", lambda: 10**9)
+        whole = [engine.submit(prompt).result(60) for prompt in prompts]
+    assert firsts == [0, 0]
+    engine.pause()
+    others = [engine.submit(prompt, group="others") for prompt in random_prompts(20, seed=12)]
+    handles = [engine.submit(prompt, group=prompt["index"]) for prompt in prompts]
+    engine.resume()
+    for handle, expected in zip(handles, whole, strict=True):
+        assert_same(handle.result(60), expected)
+    assert sum(first > 0 for first in firsts) > 4
+    assert all(handle.result(60) for handle in others)
+    table = engine._tables["allowed"]._parts
+    assert not any(part.users for key, part in table.items() if key is not None)
+
+
+def test_a_prompt_is_answered_before_the_sequences_of_other_groups_have_begun(engine):
+    engine.pause()
+    many = [engine.submit([50, 60], n=64, group=number, eos_token_id=None) for number in range(9)]
+    single = engine.submit([50, 61], group="single")
+    engine.resume()
+    assert single.result(60)
+    begun = [sum(len(completion.tokens) > 0 for completion in handle.completions()) for handle in many]
+    assert max(begun) < 64
+    many[0].cancel()
+    assert sum(c.stop_reason == StopReason.CANCELLED for c in many[0].completions()) >= 64 - begun[0] - 5
+    assert all(c.stop_reason == StopReason.LENGTH for c in many[1].result(60))
+    for handle in many[2:]:
+        handle.cancel()
+    assert engine.free_places == 1024
+    assert engine.submit([50, 61]).result(60)
+
+
+def test_new_weights_between_the_parts_of_a_prompt(engine):
+    version = engine.update_params(PARAMS)
+    handle = engine.submit([50, 60], n=60, eos_token_id=None)
+    next(iter(handle))
+    engine.update_params(PARAMS)
+    versions = [completion.versions for completion in handle.result(60)]
+    assert versions[0][0] == version
+    assert versions[-1] == (version + 1,)
+
+
+def test_a_pause_after_a_prompt_of_which_a_part_is_in_flight(engine):
+    version = engine.update_params(PARAMS)
+    handle = engine.submit([50, 60], n=60, group="a", eos_token_id=None)
+    next(iter(handle))
+    other = engine.submit([50, 61], group="b")
+    engine.pause(finish=True)
+    assert handle.done
+    engine.update_params(PARAMS)
+    engine.resume()
+    assert {completion.versions for completion in handle.result(60)} == {(version,)}
+    assert other.result(60)
+
+
+def test_an_engine_that_is_closed_between_the_parts_of_a_prompt():
+    with Engine(PARAMS, SIMPLE, KEY, **SMALL) as made:
+        handle = made.submit([50, 60], n=60, eos_token_id=None)
+        next(iter(handle))
+        made.close(drain=False)
+    with pytest.raises(EngineClosed):
+        handle.result(60)
+    assert made._schedule.idle
 
 
 def test_a_pause_new_weights_and_versions(engine):

@@ -135,6 +135,23 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
 
 
 @pytest.mark.slow
+def test_each_part_of_a_prompt_copies_the_stored_chunks():
+    cfg, prompts = config(), [{**prompt, "n": 20} for prompt in related_prompts(4, seed=7)]
+    with engine(cfg, prefix_cache_bytes=0) as made:
+        without = answers(made, prompts)
+    with engine(cfg) as made:
+        first = answers(made, prompts[:1])
+        rest, again = answers(made, prompts[1:]), answers(made, prompts[:1])
+        index = made._schedule.prefixes
+        assert len(index._free) + len(index._stored) == index.places
+        assert not index._coming
+    assert_same(first + rest, without)
+    assert_same(again, first)
+    assert {completion.cached_tokens for completion in first} == {0}
+    assert {completion.cached_tokens for completion in again} == {80}
+
+
+@pytest.mark.slow
 def test_a_size_that_is_refused_and_a_hook():
     cfg = config()
     with pytest.raises(InputError, match=r"prefix_cache_bytes=10 is less than the \d+ bytes of 16 tokens"):

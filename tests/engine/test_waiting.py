@@ -25,7 +25,7 @@ def serve(waiting: Waiting[Prompt], most: int = 10**9) -> list[Prompt]:
         if len(served) == most:
             break
         if not prompt.blocked:
-            waiting.serve(prompt)
+            waiting.serve(prompt, prompt.sequences, is_last=True)
             served.append(prompt)
     return served
 
@@ -60,6 +60,24 @@ def test_a_prompt_with_many_sequences_counts_as_many_turns():
     added(waiting, "many", 3, sequences=4)
     added(waiting, "one", 9)
     assert [prompt.group for prompt in serve(waiting)] == ["many", *["one"] * 4, "many", *["one"] * 4, "many", "one"]
+
+
+def test_a_prompt_that_is_served_in_parts_keeps_its_place():
+    waiting = Waiting()
+    added(waiting, "parts", 2, sequences=5)
+    added(waiting, "one", 4)
+    served, sent = [], {}
+    for prompt in waiting.in_turn():
+        count = min(2, prompt.sequences - sent.get(prompt, 0))
+        sent[prompt] = sent.get(prompt, 0) + count
+        waiting.serve(prompt, count, is_last=sent[prompt] == prompt.sequences)
+        served.append((prompt.group, prompt.number, count))
+    assert [(number, count) for group, number, count in served if group == "parts"] == [
+        *[(0, 2), (0, 2), (0, 1)],
+        *[(1, 2), (1, 2), (1, 1)],
+    ]
+    assert [group for group, *_ in served[:8]] == ["parts", "one", "one", "parts", "one", "one", "parts", "parts"]
+    assert not len(waiting)
 
 
 def test_a_group_that_could_not_be_served_does_not_get_its_turns_all_at_once():
