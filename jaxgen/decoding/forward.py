@@ -136,7 +136,7 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
         inputs, rows = _before(run, rows, tokens, cache, following)
     else:
         inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
-    adapter = guidance.stack(run.cfg, rows.options.get("adapter"))
+    adapter = guidance.stack(run.cfg, rows.values.get("adapter"))
     return dataclasses.replace(inputs, adapter=adapter), rows
 
 
@@ -157,7 +157,7 @@ def observe(
         logits, rows = changed.logits, _with_hook(run, rows, state, live)
     scores = logits if score is None else score(logits, states)
     if run.guided:
-        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores)
+        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(rows.options(run), scores)
     return logits, scores, rows
 
 

@@ -15,6 +15,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.config.option import GREEDY, SAMPLE
 from jaxgen.config.values import is_array
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Request
 from jaxgen.engine.fields import LARGEST_INDEX, OF_HOST, translated, with_own
@@ -73,8 +74,7 @@ class Form:
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: a config with only the options that `cfg` turns on, for steps in which `Prompt.unusual` is False for all
-            prompts in the loop.
+        rare: the options in `full` that `cfg` does not turn on; see `Lanes`.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
@@ -105,8 +105,9 @@ class Form:
         if cfg.on("min_length"):  # `read` computes each prompt's min_new_tokens instead
             least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
             one = one.reset(["min_length"]).replace(min_new_tokens=least)
-        self.usual = self._in_requests(one)
+        usual = self._in_requests(one)
         self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
+        self.rare = tuple(sorted(self.full.enabled - usual.enabled))
         self._defaults = self._leaves(cfg)
 
     def _in_requests(self, cfg: GenerationConfig) -> GenerationConfig:
@@ -174,7 +175,7 @@ class Form:
             stop_strings=self._stop_strings(cfg),
             logged=cfg.output_logprobs is not None,
             top_logprobs=cfg.top_logprobs,
-            unusual=not self.usual.enabled.issuperset(asked),
+            unusual=not asked.isdisjoint(self.rare),
             metadata=named.get("metadata"),
         )
 
@@ -252,7 +253,8 @@ class Form:
         missing = [self._defaults] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
         first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
-        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual, logged=logged)
+        lanes = Lanes(unusual, logged, self.rare)
+        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, lanes=lanes)
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:

@@ -10,6 +10,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.engine.forms import Form, not_in_slots
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import RowOptions
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(), max_new_tokens=8, do_sample=True, top_k=0, eos_token_id=2)
@@ -27,7 +28,7 @@ def test_options_of_other_prompts_change_no_bit_of_a_prompt():
     history = History.begin(FORM.full, ids, length, budget, options=FORM.own)
     history = history.push(jnp.asarray([7, 8], jnp.int32), jnp.ones(2, bool))
     scores = jnp.asarray(rng.normal(size=(2, VOCAB)), jnp.float32)
-    transform = jax.jit(lambda rows: build_transform(FORM.full, rows)(history, scores))
+    transform = jax.jit(lambda rows: build_transform(RowOptions(FORM.full, rows))(history, scores))
     for name in FORM.own - {"do_sample"}:
         option = OPTIONS[name]
         own = FORM.read({"ids": [5], name: option.examples[0], "do_sample": True}, 0).options
