@@ -92,9 +92,12 @@ class Mode(abc.ABC):
         """Return the initial state: by default, the state after the prompts have been read."""
         return self.begin(run, prefill(run, request))
 
-    @abc.abstractmethod
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read. The state may include each row's first token."""
+        """Return the state after the prompts have been read. The state may include each row's first token.
+
+        A mode must define this method, unless it defines `start`.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:
