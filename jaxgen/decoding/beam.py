@@ -25,7 +25,7 @@ from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, put_step
-from jaxgen.decoding.rows import Rows, fork
+from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stop_reasons import StopReason, failure
@@ -114,7 +114,7 @@ class BeamSearch(Mode):
         """Choose the first token of each beam."""
         count = run.needs.sequences
         rows = dataclasses.replace(prefilled.rows, keys=None).fork(count)
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), count)
+        read = prefilled.read.fork(count)
         unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
         state = BeamState(
             beams=Beams.begin(unrecorded, run.cfg.num_beams // run.cfg.num_beam_groups, run.capacity),

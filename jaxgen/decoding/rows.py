@@ -8,7 +8,7 @@ over the arrays.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.struct
 import jax
@@ -28,8 +28,6 @@ from jaxgen.decoding.stop_reasons import StopReason, ended, first_reason, read_t
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions
 from jaxgen.shapes import put, repeat_rows, take
-
-Tree = TypeVar("Tree")
 
 
 @flax.struct.dataclass
@@ -246,11 +244,6 @@ class Rows(RowState):
         column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
         generated = history.generated(capacity, jnp.zeros((), jnp.int32))
         return put(jnp.pad(before, ((0, 0), (0, capacity))), column, generated)
-
-
-def fork(tree: Tree, copies: int) -> Tree:
-    """Return a tree in which each row of the arrays `[rows, ...]` is repeated `copies` times."""
-    return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
 
 
 def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs:

@@ -15,7 +15,7 @@ from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
-from jaxgen.decoding.rows import Rows, Selection, fork
+from jaxgen.decoding.rows import Rows, Selection
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.logits.pipeline import build_transform
@@ -52,7 +52,7 @@ class Sample(Mode):
                 rows = rows.sequence(jnp.zeros(rows.count, jnp.int32))
             return self.enter(run, Prefilled(rows, prefilled.read))
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
+        read = prefilled.read.fork(copies)
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
