@@ -27,7 +27,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import GUIDANCE, WARP, Option
 from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
-from jaxgen.logits.row_options import RowOptions, option_values
+from jaxgen.logits.row_options import RowOptions
 
 HISTORY = 512  # tokens in each row, half of them generated
 
@@ -115,10 +115,7 @@ def _config(option: Option, vocab: int) -> GenerationConfig:
 
 def _transform(name: str, cfg: GenerationConfig, history: History, scores: jax.Array) -> jax.Array:
     """Apply one processor or warper, as the pipeline does."""
-    options = RowOptions(cfg, option_values(cfg, scores.shape[0]))
-    if OPTIONS[name].stage == WARP:
-        return getattr(warpers, name)(scores, options.number(name))
-    return getattr(processors, name)(scores, history, options)
+    return (processors.PROCESSORS | warpers.WARPERS)[name](history, scores, RowOptions.of(cfg, scores.shape[0]))
 
 
 def _compiled(function: Callable, *arguments: jax.Array) -> Callable[[], jax.Array]:

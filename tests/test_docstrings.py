@@ -81,7 +81,17 @@ def of_fused(names: dict) -> dict:
     return {"params": jaxgen.load_hf(demo.PATH, dtype="float32")[0]}  # the example donates its parameters
 
 
+def of_loop(names: dict) -> dict:
+    """Return a tiny random model, and an eos id that ends the answer before its budget."""
+    model = model_config(num_hidden_layers=1, vocab_size=64)
+    cfg = jaxgen.GenerationConfig(model=model, max_new_tokens=12, eos_token_id=2, pad_token_id=0)
+    params, ids = random_params(model), jnp.asarray([[5, 3, 9, 4]], jnp.int32)
+    sixth = int(jaxgen.generate(params, ids, None, cfg).sequences[0, 4 + 5])
+    return {"params": params, "ids": ids, "cfg": cfg.replace(eos_token_id=sixth)}
+
+
 OTHER_NAMES = {
+    "jaxgen/decoding/loop.py": of_loop,
     "jaxgen/model/fused.py": of_fused,
     "jaxgen/model/sharding.py": of_sharding,
     "jaxgen/training/loop.py": of_training,

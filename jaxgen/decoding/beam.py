@@ -25,12 +25,11 @@ from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, put_step
-from jaxgen.decoding.rows import Rows, fork
+from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.logits.processors import bounded
-from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
@@ -115,7 +114,7 @@ class BeamSearch(Mode):
         """Choose the first token of each beam."""
         count = run.needs.sequences
         rows = dataclasses.replace(prefilled.rows, keys=None).fork(count)
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), count)
+        read = prefilled.read.fork(count)
         unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
         state = BeamState(
             beams=Beams.begin(unrecorded, run.cfg.num_beams // run.cfg.num_beam_groups, run.capacity),
@@ -258,7 +257,7 @@ class Step:
         id. In a finished search, the parents of the first k continuations are the search's own k rows, in order.
         """
         run, rows, (searches, count, vocab) = self.run, self.beams.rows, self.totals.shape
-        options = RowOptions(run.cfg, rows.options)
+        options = rows.options(run)
         eos = options.table("eos_token_id")
         most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
         if keys is None:
@@ -285,7 +284,7 @@ class Step:
         parents = continuations.parents.reshape(-1)
         rows, added = self.beams.rows.select(parents, self.live.size), repeat_rows(self.live, parents.size)
         scores = take(self.scores, parents, self.live.size)
-        return rows.append(self.run, continuations.tokens.reshape(-1), added, scores)
+        return rows.push_text(self.run, continuations.tokens.reshape(-1), added, scores)
 
     def ended(self, rows: Rows) -> jax.Array:
         """Return bool[S, n], True if a continuation in `rows` (S * n rows) ended for a reason other than LENGTH."""
@@ -383,13 +382,13 @@ def _length_penalty(run: Run, rows: Rows) -> jax.Array:
     """Return the length penalty of each row, float32[rows]."""
     if not run.cfg.on("length_penalty"):
         return jnp.ones(rows.count, jnp.float32)
-    return RowOptions(run.cfg, rows.options).value("length_penalty")
+    return rows.options(run).value("length_penalty")
 
 
 def _ended(rows: Rows) -> Rows:
     """Return finished rows with only the fields that the output needs."""
     history = dataclasses.replace(rows.history, seen=None, prompt_seen=None, grammar=None)
-    return dataclasses.replace(rows, history=history, options={}, stop_strings=None, constraints=None, hook=())
+    return dataclasses.replace(rows, history=history, values={}, stop_strings=None, constraints=None, hook=())
 
 
 def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:

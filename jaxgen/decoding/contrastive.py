@@ -25,12 +25,11 @@ from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.rows import Rows, Selection
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process, record_layers
 from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.errors import ConfigError
-from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import pad_axis, put, repeat_rows, take
@@ -101,7 +100,7 @@ class ContrastiveSearch(Mode):
             length, width = rows.history.total_length, state.context.shape[1]
             filled = jnp.arange(width, dtype=jnp.int32)[None, None, :] < length[:, None, None]
             similarity = jnp.max(jnp.where(filled, cosine, -jnp.inf), axis=-1)  # [rows, k]
-            alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
+            alpha = rows.options(run).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
             chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely candidate wins
 
@@ -115,7 +114,7 @@ class ContrastiveSearch(Mode):
         read = jax.tree.map(lambda x: take(x, of_streams, groups), dataclasses.replace(read, cache=None))
 
         rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
-        rows = rows.push(run, token, rows.live, logits, scores, failed)
+        rows = rows.push(run, Selection(token, scores, failed), rows.live, logits)
         rows = record_layers(rows, read, 0, rows.live, cache.offset)
         return ContrastiveState(rows, cache, dataclasses.replace(read, out=None, hidden=None), context)
 
@@ -139,7 +138,7 @@ def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax
     with jax.named_scope("candidates"):
         best, tokens = sharded_top_k(scores[:, None], count, run.mesh)
         probs = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), tokens, axis=1)
-        wanted = jnp.maximum(RowOptions(run.cfg, rows.options).number("top_k"), 1)
+        wanted = jnp.maximum(rows.options(run).number("top_k"), 1)
         possible = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, :] < wanted)
     return tokens.astype(jnp.int32), probs, possible
 
@@ -152,7 +151,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     """
     candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(tokens.shape[1])
     flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
-    eos = RowOptions(run.cfg, candidates.options).eos(candidates.count)
+    eos = candidates.options(run).eos(candidates.count)
     history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read the history
     inputs = Tokens(flat[:, None], added[:, None])
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)

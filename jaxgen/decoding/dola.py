@@ -20,7 +20,7 @@ from jaxgen.decoding.forward import Forward, observe
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import Sample, append, process
+from jaxgen.decoding.sample import Sample, choose, process
 from jaxgen.errors import ConfigError
 from jaxgen.model.causal_lm import head
 
@@ -40,7 +40,7 @@ class Dola(Sample):
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
         """Choose a token for each row from its contrasted scores, and append the tokens to the live rows."""
         logits, scores, rows = observe(
-            run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
+            run, rows, read, column, live, functools.partial(contrast, run, rows.values.get("adapter"))
         )
         processed = process(run, rows, scores)
         # If processors or a grammar ban all tokens that DoLa keeps, use the logits; transformers would choose token 0.
@@ -48,7 +48,7 @@ class Dola(Sample):
         processed = cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
         )
-        return append(run, rows, live, logits, processed)
+        return rows.push(run, choose(rows, processed), live, logits)
 
 
 def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:

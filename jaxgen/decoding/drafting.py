@@ -113,7 +113,7 @@ class DraftModel:
         """Draft `state.wanted` tokens for each row, or fewer if the row ends or the draft model is unsure."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
-        threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length
+        threshold, length = rows.values.get("assistant_confidence_threshold"), rows.history.length
 
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry
@@ -124,7 +124,9 @@ class DraftModel:
             logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
             choice = choose(rows, process(run, rows, logits))
             added = active & (choice.failed == StopReason.NONE)
-            rows = rows.append(run, choice.token, added, choice.scores).with_complete(run)
+            rows = rows.push_text(run, choice.token, added, choice.scores)
+            if run.extensions.allowed is not None:
+                rows = rows.with_complete(run)
             active = added & rows.live & (rows.history.length - length < limit)
             if threshold is not None:
                 probs = jax.nn.softmax(choice.scores, axis=-1)

@@ -15,6 +15,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import accepts
 
 
 @flax.struct.dataclass
@@ -22,7 +23,7 @@ class Extensions:
     """The arguments of `generate` that every step uses, as a pytree.
 
     Attributes:
-        processors: functions `(History, scores float32[rows, V]) -> scores`.
+        processors: functions `(History, scores float32[rows, V], RowOptions) -> scores`, or without the last argument.
         criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after a token is appended.
         allowed: the automaton or function that determines which tokens may follow; None allows all tokens.
         stop_strings: the automaton of the stop strings, or None.
@@ -49,6 +50,10 @@ class StaticCallable:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.value, name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.value)
 
     def tree_flatten(self):
         """Return no leaves."""
@@ -78,21 +83,16 @@ def functions(name: str, given: Sequence[Callable]) -> tuple[Any, ...]:
                 f"{name} contains transformers' {type(function).__name__}, which computes with torch: set the "
                 "equivalent option of GenerationConfig, or write a function of (history, scores) with jax.numpy"
             )
-        check_arguments(name, function, "history", "scores")
+        if name != "logits_processor" or not accepts(function, "history", "scores", "options"):
+            check_arguments(name, function, "history", "scores")
     return tuple(as_pytree(function) for function in given)
 
 
 def check_arguments(name: str, function: Any, *arguments: str) -> None:
     """Raise an error if the caller's function, passed as `name`, cannot be called with `arguments`."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
+    if not accepts(function, *arguments):
         own = getattr(function, "__name__", type(function).__name__)
-        raise TypeError(f"{name} {own}{signature} must accept ({', '.join(arguments)})") from error
+        raise TypeError(f"{name} {own}{inspect.signature(function)} must accept ({', '.join(arguments)})")
 
 
 @flax.struct.dataclass

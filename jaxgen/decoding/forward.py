@@ -21,7 +21,7 @@ from jaxgen.decoding.run import Run
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
-from jaxgen.shapes import pad_axis, where
+from jaxgen.shapes import pad_axis, repeat_rows, where
 
 # Function that computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
@@ -91,6 +91,11 @@ class Forward:
     cache: KVCache
     hidden: jax.Array | None = None
 
+    def fork(self, copies: int) -> Forward:
+        """Return the result for `copies` sequences of each row, without `out` and `cache`."""
+        read = dataclasses.replace(self, out=None, cache=None)
+        return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), read)
+
 
 def run_prompts(
     run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
@@ -136,7 +141,9 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
         inputs, rows = _before(run, rows, tokens, cache, following)
     else:
         inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
-    adapter = guidance.stack(run.cfg, rows.options.get("adapter"))
+    adapter = rows.values.get("adapter")
+    if run.guided:
+        adapter = guidance.stack(run.cfg, adapter)
     return dataclasses.replace(inputs, adapter=adapter), rows
 
 
@@ -157,7 +164,7 @@ def observe(
         logits, rows = changed.logits, _with_hook(run, rows, state, live)
     scores = logits if score is None else score(logits, states)
     if run.guided:
-        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores)
+        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(rows.options(run), scores)
     return logits, scores, rows
 
 

@@ -17,7 +17,7 @@ from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.run import Run
 from jaxgen.logits import processors
-from jaxgen.logits.row_options import OptionValues, RowOptions
+from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
 from jaxgen.shapes import pad_axis
@@ -72,10 +72,10 @@ def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
     return split(cfg, x)[0]
 
 
-def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> jax.Array:
+def guide(options: RowOptions, scores: jax.Array) -> jax.Array:
     """Return the guided scores, float32[rows, V], from the scores of both streams."""
-    conditional, unconditional = split(cfg, scores)
-    scale = RowOptions(cfg, options).number("guidance_scale")
+    conditional, unconditional = split(options.cfg, scores)
+    scale = options.number("guidance_scale")
     # A scale of 1 means no guidance. If prompts have different scales, a prompt with scale 1 keeps its scores.
     return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
 

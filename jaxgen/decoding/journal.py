@@ -11,14 +11,13 @@ from jax import lax
 
 from jaxgen.decoding.queue import NOBODY
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.run import Run
-from jaxgen.decoding.slots import Sequences
+from jaxgen.decoding.slots import Results, Sequences
 
 NO_TOKEN = -1  # stands for "no token", in the entry of a sequence that ends without a new token
 
 
 @flax.struct.dataclass
-class Journal:
+class Journal(Results):
     """Entries since the journal was last cleared. Each entry is a row of numbers.
 
     The columns are the prompt's number, the sequence's index within the prompt, the token or `NO_TOKEN`, and the
@@ -71,7 +70,3 @@ class Journal:
         place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
         entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))
-
-    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
-        """Return the journal unchanged, because it already contains all tokens of these sequences."""
-        return self

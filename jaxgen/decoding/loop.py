@@ -1,6 +1,33 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
 No token runs through the model twice. Only contrastive search and modes with drafts may read a row's last token.
+
+This is all of decoding, for one prompt in greedy search. Everything else in this package adds to these lines: rows that
+end at different steps, options, records, and other ways to choose a token.
+
+>>> def greedy(params, ids, cfg):
+...     model, prompt, new = CausalLM(cfg.model), ids.shape[1], cfg.max_new_tokens
+...     cache = KVCache.create(cfg.model, 1, prompt + new)
+...
+...     def read(ids, cache):  # run new tokens through the model, and choose the token that follows them
+...         out = model.apply({"params": params}, ids, cache=cache)
+...         return jnp.argmax(out.logits[:, -1], axis=-1).astype(ids.dtype), out.cache
+...
+...     def unfinished(state):
+...         tokens, length, cache = state
+...         return (length < prompt + new) & (tokens[0, length - 1] != cfg.eos_token_id)
+...
+...     def step(state):
+...         tokens, length, cache = state
+...         token, cache = read(tokens[:, length - 1, None], cache)
+...         return tokens.at[:, length].set(token), length + 1, cache
+...
+...     token, cache = read(ids, cache)  # prefill
+...     tokens = jnp.pad(ids, ((0, 0), (0, new)), constant_values=cfg.pad_token_id).at[:, prompt].set(token)
+...     return jax.lax.while_loop(unfinished, step, (tokens, prompt + 1, cache))[0]
+>>> tokens = jax.jit(lambda params, ids: greedy(params, ids, cfg))(params, ids)
+>>> bool(jnp.all(tokens == generate(params, ids, None, cfg).sequences))
+True
 """
 
 from __future__ import annotations
@@ -65,9 +92,12 @@ class Mode(abc.ABC):
         """Return the initial state: by default, the state after the prompts have been read."""
         return self.begin(run, prefill(run, request))
 
-    @abc.abstractmethod
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read. The state may include each row's first token."""
+        """Return the state after the prompts have been read. The state may include each row's first token.
+
+        A mode must define this method, unless it defines `start`.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxgen.decoding.request import Array
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions, option_values
+from jaxgen.logits.row_options import RowOptions
 from jaxgen.shapes import repeat_rows
 
 
@@ -64,9 +64,8 @@ class Replay:
             `[rows, T, ...]`.
         """
         allowed, rows = self.extensions.allowed, logits.shape[0]
-        values = option_values(self.cfg, rows)
-        transform = build_transform(self.cfg, values, self.extensions.processors, allowed)
-        eos = RowOptions(self.cfg, values).eos(rows)
+        options = RowOptions.of(self.cfg, rows)
+        transform, eos = build_transform(options, self.extensions.processors, allowed), options.eos(rows)
 
         def step(history: History, column) -> tuple[History, Any]:
             logits, token, live = column

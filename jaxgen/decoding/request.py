@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.rng import prompt_keys
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.shapes import repeat_rows
@@ -30,8 +31,7 @@ class Request:
         options: values of the enabled options, either one for all prompts or `[B, ...]`; see `GenerationConfig.split`.
         grammar: int32[] or int32[B], the initial state of the token automaton; None without an automaton.
         stop_strings: int32[] or int32[B], the initial state of the stop strings' automaton; None without stop strings.
-        unusual: bool[B], True for prompts that need more than the options in `Run.usual`; None without `Run.usual`.
-        logged: bool[B], True for prompts whose log-probabilities are recorded; None if all prompts are treated alike.
+        lanes: in an engine, what each prompt needs, `[B]`; otherwise None.
         key: a single key, `key[B]`, or None for greedy search.
         cache: a cache of the tokens before the prompts, or None. B must be a multiple of the number of cache rows.
         embeds: `[B, P, D]`, embeddings that replace the ids as the model's input, or None.
@@ -45,8 +45,7 @@ class Request:
     options: OptionValues
     grammar: Array | None = None
     stop_strings: Array | None = None
-    unusual: Array | None = None
-    logged: Array | None = None
+    lanes: Lanes | None = None
     key: jax.Array | None = None
     cache: Continuation | None = None
     embeds: Array | None = None

@@ -8,31 +8,41 @@ over the arrays.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.control import cond
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.rng import sequence_keys
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stop_reasons import StopReason, first_reason
-from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.logits import pipeline
+from jaxgen.decoding.stop_reasons import StopReason, ended, first_reason, read_texts, with_complete
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions
 from jaxgen.shapes import put, repeat_rows, take
 
-Tree = TypeVar("Tree")
+
+@flax.struct.dataclass
+class Selection:
+    """The next token of each row, and the scores from which the token was chosen.
+
+    Attributes:
+        token: int32[rows], the chosen tokens.
+        scores: float32[rows, V], after all processors and warpers.
+        failed: int32[rows], a `StopReason` for rows in which no token can be chosen, otherwise NONE.
+    """
+
+    token: jax.Array
+    scores: jax.Array
+    failed: jax.Array
 
 
 @flax.struct.dataclass
@@ -42,11 +52,10 @@ class Rows(RowState):
     Attributes:
         history: the row's tokens, as processors see them.
         reasons: int32[rows], the `StopReason` of each row.
-        options: the options of the row's prompt, by name.
+        values: the values of the options of the row's prompt, by name; see `options`.
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], each row's state in the stop strings' automaton; None without stop strings.
-        unusual: bool[rows], True for rows that need more than the options in `Run.usual`; None without `Run.usual`.
-        logged: bool[rows], True for rows whose log-probabilities are recorded; None if all rows are treated alike.
+        lanes: in an engine, what each row needs; otherwise None.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream (two with guidance).
         logprobs: `[rows, N, ...]`, for the chosen token and the most likely tokens in each step; None unless requested.
@@ -59,11 +68,10 @@ class Rows(RowState):
 
     history: History
     reasons: jax.Array
-    options: OptionValues
+    values: OptionValues
     keys: jax.Array | None
     stop_strings: jax.Array | None
-    unusual: jax.Array | None
-    logged: jax.Array | None
+    lanes: Lanes | None
     constraints: ConstraintState | None
     hook: tuple[Any, ...]
     logprobs: LogProbs | None
@@ -94,11 +102,10 @@ class Rows(RowState):
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
-            options=request.options,
+            values=request.options,
             keys=request.key,
             stop_strings=stop_strings,
-            unusual=request.unusual,
-            logged=request.logged,
+            lanes=request.lanes,
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),
@@ -115,6 +122,10 @@ class Rows(RowState):
     def live(self) -> jax.Array:
         """bool[rows], True for rows that are not finished."""
         return ~self.history.done
+
+    def options(self, run: Run) -> RowOptions:
+        """Return the options of the rows."""
+        return RowOptions(run.cfg, self.values, run.mesh)
 
     def pad(self, run: Run) -> Rows:
         """Append finished rows until there is one row for each prompt in the loop."""
@@ -159,89 +170,51 @@ class Rows(RowState):
 
         return jax.tree.map(write, self, source)
 
-    def push(
-        self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array
-    ) -> Rows:
+    def push(self, run: Run, choice: Selection, live: jax.Array, logits: jax.Array) -> Rows:
         """Append a token to each live row, record the step, and set the stop reasons of the rows that end.
 
         Args:
             run: the constants of the run.
-            tokens: int32[rows], the chosen tokens.
+            choice: the chosen tokens.
             live: bool[rows], the rows to extend; finished rows are never extended.
             logits: float32[rows, V], the model's logits.
-            scores: float32[rows, V], the scores from which the tokens were chosen.
-            failed: int32[rows], a `StopReason` for rows in which no token could be chosen, otherwise NONE.
         """
         live &= self.live
-        added = live & (failed == StopReason.NONE)
-        rows = self.append(run, tokens, added, scores).with_complete(run)
+        added = live & (choice.failed == StopReason.NONE)
+        rows = self.push_text(run, choice.token, added, choice.scores)
+        if run.extensions.allowed is not None:
+            rows = rows.with_complete(run)
         if run.cfg.output_logprobs is not None:
-            rows = rows.with_logprobs(run, added, logits, scores)
+            rows = rows.with_logprobs(run, added, logits, choice.scores)
         if run.cfg.records:  # failed steps are recorded too, because their scores show the reason
-            recording = self.recording.put(self.history.step, live, logits, scores)
+            recording = self.recording.put(self.history.step, live, logits, choice.scores)
             rows = dataclasses.replace(rows, recording=recording)
-        return rows.end(live & ~added, failed)
+        return rows.end(live & ~added, choice.failed)
 
-    def append(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
-        """Append a token to each row where `added bool[rows]` is True, and set the stop reasons of the rows that end.
+    def push_text(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
+        """Append `tokens int32[rows]` where `added bool[rows]` is True, and set the stop reasons, but record nothing.
 
-        The other arguments are as in `push`.
+        `scores` are as in `Selection`. A row whose text is complete at the end of its budget gets the reason LENGTH;
+        see `with_complete`.
         """
         with jax.named_scope("stop"):
-            history = self.history.push(tokens, added)
-            stop_strings, ends = self.stop_strings, {}
+            history, stop_strings, ends = self.history.push(tokens, added), self.stop_strings, {}
             if run.extensions.allowed is not None or run.extensions.stop_strings is not None:
-                grammar, stop_strings, ends = self._read_texts(run, tokens, added)
+                states = self.history.grammar, stop_strings
+                (grammar, stop_strings), ends = read_texts(
+                    run, self.history, states, self.options(run), tokens, added, self.lanes
+                )
                 history = dataclasses.replace(history, grammar=grammar)
-            ends["LENGTH"] = history.step >= history.budget
-            if "eos_token_id" in self.options:  # int32[rows, E]; an entry of -1 matches no token
-                ends["EOS"] = jnp.any(tokens[:, None] == self.options["eos_token_id"], axis=-1)
-            for criterion in run.extensions.criteria:
-                met = jnp.asarray(pipeline.call("stopping_criteria", criterion, history, scores))
-                if met.shape != (self.count,) or met.dtype != bool:
-                    raise InputError(
-                        f"stopping_criteria must return bool[{self.count}], one per row, got {met.dtype}{met.shape}"
-                    )
-                ends["CRITERION"] = ends.get("CRITERION", False) | met
             constraints = self.constraints
             if constraints is not None:
                 constraints = ConstraintAutomaton.from_config(run.cfg).push(constraints, tokens, added)
             rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
+            ends |= ended(run, history, self.values.get("eos_token_id"), tokens, scores)
             return rows.end(added, first_reason(**ends))
-
-    def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the new states of the grammar and stop strings, and the rows that end for each stop reason."""
-        grammar, stop_strings = self.history.grammar, self.stop_strings
-
-        def read() -> tuple[Any, Any, dict[str, Any]]:
-            following, found, ends = grammar, stop_strings, {}
-            automaton, strings = run.extensions.allowed, run.extensions.stop_strings
-            if isinstance(automaton, TokenAutomaton) and grammar is not None:
-                eos = RowOptions(run.cfg, self.options).eos(self.count)
-                following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
-                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # `remaining` is at least 1. With 0, nothing could follow a prefix at the end of the budget, and the row
-                # would get the stop reason COMPLETE instead of LENGTH.
-                remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
-                ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
-            if strings is not None and stop_strings is not None:
-                after, ends["STOP_STRING"] = strings.push(stop_strings, tokens)
-                found = jnp.where(added, after, stop_strings)
-            return following, found, ends
-
-        if run.usual is None:
-            return read()
-        ends = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), jax.eval_shape(read)[2])
-        in_use = jnp.any(added & ((grammar != 0) | (stop_strings != 0)))
-        return cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def with_complete(self, run: Run) -> Rows:
         """Return the rows with COMPLETE instead of LENGTH as the stop reason of rows whose text is complete."""
-        automaton, grammar = run.extensions.allowed, self.history.grammar
-        if not isinstance(automaton, TokenAutomaton) or grammar is None:
-            return self
-        complete = (self.reasons == StopReason.LENGTH) & automaton.complete(grammar)
-        return dataclasses.replace(self, reasons=jnp.where(complete, jnp.int32(StopReason.COMPLETE), self.reasons))
+        return dataclasses.replace(self, reasons=with_complete(run, self.history, self.reasons))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
         """Set the stop reason of the rows where `mask bool[rows]` is True. Any reason except NONE ends a row."""
@@ -254,15 +227,10 @@ class Rows(RowState):
         assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
 
-        def compute() -> LogProbs:
+        def compute(added: jax.Array) -> LogProbs:
             return logprobs_of(source, self.history.last(1)[:, 0], added, run.cfg.top_logprobs)
 
-        if self.logged is None:
-            result = compute()
-        else:
-            added &= self.logged
-            none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
-            result = cond(jnp.any(added), compute, lambda: none)
+        added, result = (added, compute(added)) if self.lanes is None else self.lanes.record(added, compute)
         logprobs = jax.tree.map(lambda x, new: put_step(x, self.history.step - 1, added, new), self.logprobs, result)
         return dataclasses.replace(self, logprobs=logprobs)
 
@@ -276,11 +244,6 @@ class Rows(RowState):
         column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
         generated = history.generated(capacity, jnp.zeros((), jnp.int32))
         return put(jnp.pad(before, ((0, 0), (0, capacity))), column, generated)
-
-
-def fork(tree: Tree, copies: int) -> Tree:
-    """Return a tree in which each row of the arrays `[rows, ...]` is repeated `copies` times."""
-    return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
 
 
 def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs:

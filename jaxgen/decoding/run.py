@@ -55,10 +55,7 @@ class Run:
     Attributes:
         params: the model's parameters.
         cfg: the model's config and the options. The values of per-prompt options are in `Request.options` and
-            `Rows.options`.
-        usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step
-            applies only the options in `usual`, unless a live row needs more (`Rows.unusual`). If `usual` is not None,
-            rows without a grammar are in grammar state 0, and rows without stop strings are in stop-string state 0.
+            `Rows.values`; `Rows.options` combines them.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
@@ -72,7 +69,6 @@ class Run:
     extensions: Extensions
     sizes: Sizes = flax.struct.field(pytree_node=False)
     context: Context = NO_CONTEXT
-    usual: GenerationConfig | None = None
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 

@@ -15,7 +15,7 @@ from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
-from jaxgen.decoding.rows import Rows, fork
+from jaxgen.decoding.rows import Rows, Selection
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.logits.pipeline import build_transform
@@ -23,21 +23,6 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import ROWS, constrain, sharded_top_k
 
 _BLOCK = 512
-
-
-@flax.struct.dataclass
-class Selection:
-    """The next token of each row, and the scores from which the token was chosen.
-
-    Attributes:
-        token: int32[rows], the chosen tokens.
-        scores: float32[rows, V], after all processors and warpers.
-        failed: int32[rows], a `StopReason` for rows in which no token can be chosen, otherwise NONE.
-    """
-
-    token: jax.Array
-    scores: jax.Array
-    failed: jax.Array
 
 
 @flax.struct.dataclass
@@ -67,7 +52,7 @@ class Sample(Mode):
                 rows = rows.sequence(jnp.zeros(rows.count, jnp.int32))
             return self.enter(run, Prefilled(rows, prefilled.read))
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
+        read = prefilled.read.fork(copies)
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
@@ -101,7 +86,7 @@ class Sample(Mode):
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
         """Choose a token for each row from one column of the model's output, and append the tokens to the live rows."""
         logits, scores, rows = observe(run, rows, read, column, live)
-        return append(run, rows, live, logits, process(run, rows, scores))
+        return rows.push(run, choose(rows, process(run, rows, scores)), live, logits)
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
         """Return the tokens."""
@@ -110,12 +95,6 @@ class Sample(Mode):
     def progress(self, run: Run, state: SampleState) -> Progress:
         """Return the tokens so far."""
         return Progress.from_rows(run, state.rows)
-
-
-def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
-    """Choose a token for each row from the processed `scores float32[rows, V]`. Append the tokens to the live rows."""
-    choice = choose(rows, scores)
-    return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
@@ -130,7 +109,7 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
 def choose(rows: Rows, scores: jax.Array) -> Selection:
     """Choose the next token of each row from its processed `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
-        keys, step, samples = rows.keys, rows.history.step, rows.options.get("do_sample")
+        keys, step, samples = rows.keys, rows.history.step, rows.values.get("do_sample")
         if keys is None:
             token = greedy(scores)
         elif samples is None:
@@ -145,25 +124,15 @@ def choose(rows: Rows, scores: jax.Array) -> Selection:
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
     """Apply the processors to `scores float32[rows, V]`, and also the warpers if tokens are drawn."""
-    if run.usual is not None and rows.unusual is not None:
-        usual, full = dataclasses.replace(run, cfg=run.usual, usual=None), dataclasses.replace(run, usual=None)
-        some = jnp.any(rows.unusual & rows.live)
-        return cond(some, lambda x: process(full, rows, x), lambda x: _process_usual(usual, rows, x), scores)
+    if rows.lanes is not None:
+        alike = dataclasses.replace(rows, lanes=None)
+        return rows.lanes.process(run, rows.history, scores, lambda run, scores: process(run, alike, scores))
     if not run.changes_scores:
         return scores
     extensions = run.extensions
     with jax.named_scope("process"):
-        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed, run.mesh)
+        transform = build_transform(rows.options(run), extensions.processors, extensions.allowed)
         return transform(rows.history, scores)
-
-
-def _process_usual(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
-    """Apply `process`, without the grammar if no live row has one; such rows are in grammar state 0."""
-    without = dataclasses.replace(run, extensions=dataclasses.replace(run.extensions, allowed=None))
-    if run.extensions.allowed is None or rows.history.grammar is None:
-        return process(without, rows, scores)
-    some = jnp.any((rows.history.grammar != 0) & rows.live)
-    return cond(some, lambda x: process(run, rows, x), lambda x: process(without, rows, x), scores)
 
 
 def greedy(scores: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ instead, XLA may copy the cache in every round.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, Self
 
 import flax.struct
 import jax
@@ -18,7 +18,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import INT32_MAX
 from jaxgen.control import while_loop
 from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.decoding.loop import Decoded, Mode, Progress
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.pool import Pool
 from jaxgen.decoding.queue import NOBODY, Queue
@@ -45,8 +45,24 @@ class Sequences:
     copy: jax.Array
 
 
+class Results(Protocol):
+    """The record of the sequences: `Answers` in `generate`, `Journal` in an engine. By default, nothing is recorded."""
+
+    def has_space(self) -> jax.Array:
+        """Return bool[], True if there is space for the results of one more step."""
+        return jnp.ones((), bool)
+
+    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Self:
+        """Record a step of the rows of `sequences`. `before` is None for rows that are new."""
+        return self
+
+    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Self:
+        """Record that `sequences` leave, except those whose number is `NOBODY`. `rows` are their final rows."""
+        return self
+
+
 @flax.struct.dataclass
-class Answers:
+class Answers(Results):
     """The results of all sequences, in the order of the prompts. Sequences that have not begun have empty results.
 
     Attributes:
@@ -82,14 +98,6 @@ class Answers:
             logprobs=jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), rows.logprobs),
         )
 
-    def has_space(self) -> jax.Array:
-        """Return True, because each sequence has its own entry."""
-        return jnp.ones((), bool)
-
-    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
-        """Return the results unchanged, because the rows record their own steps."""
-        return self
-
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
         """Store the results of all `sequences` whose number is not `NOBODY`."""
         count = self.lengths.shape[0]
@@ -112,7 +120,7 @@ class ContinuousState:
         rows: the state of the mode, with one row per slot. Slots whose row has ended are free.
         sequences: the latest sequence in each slot.
         pool: the prompts that are being read, or have been read and are waiting for a slot.
-        results: the results of the sequences.
+        results: the `Results` of the sequences.
         queue: the waiting prompts.
         steps: int32[], the number of steps so far.
         last: int32[], the value of `steps` at which the host reads the results.
@@ -171,10 +179,6 @@ class Continuous(Mode):
             last=jnp.int32(INT32_MAX),
             finished=jnp.zeros((), bool),
         )
-
-    def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Raise an error, because prompts are read when slots become free, not all at once."""
-        raise NotImplementedError("continuous batching starts with `start`")
 
     def step(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Run one round."""

@@ -1,15 +1,24 @@
 """The reasons why a row ends.
 
-`Rows.push` in rows.py determines most of the reasons. BAD_ID comes from `Rows.begin`, NO_TOKEN and NOT_A_NUMBER from
-the modes, TIME from request/driver.py, and CANCELLED from chunks.py.
+`ended` and `read_texts` determine most of the reasons, after each token. BAD_ID comes from `Rows.begin`, NO_TOKEN and
+NOT_A_NUMBER from the modes, TIME from request/driver.py, and CANCELLED from chunks.py.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.run import Run
+from jaxgen.errors import InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import call
+from jaxgen.logits.row_options import RowOptions
 
 
 class StopReason(enum.IntEnum):
@@ -52,3 +61,69 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 def failure(best: jax.Array) -> jax.Array:
     """Given each row's highest score, `best float32[rows]`, return the reason why no token can be chosen, or NONE."""
     return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+
+
+def ended(
+    run: Run, history: History, eos: jax.Array | None, tokens: jax.Array, scores: jax.Array
+) -> dict[str, jax.Array]:
+    """Return the rows that end with their newest token, bool[rows], by stop reason.
+
+    Args:
+        run: the constants of the run.
+        history: the tokens, including the newest ones.
+        eos: int32[rows, E], the ids that end a row, padded with -1, which matches no token; None if there are none.
+        tokens: int32[rows], the newest tokens.
+        scores: float32[rows, V], the scores from which the tokens were chosen.
+    """
+    ends = {"LENGTH": history.step >= history.budget}
+    if eos is not None:
+        ends["EOS"] = jnp.any(tokens[:, None] == eos, axis=-1)
+    for criterion in run.extensions.criteria:
+        met, rows = jnp.asarray(call("stopping_criteria", criterion, history, scores)), tokens.shape[0]
+        if met.shape != (rows,) or met.dtype != bool:
+            raise InputError(f"stopping_criteria must return bool[{rows}], one per row, got {met.dtype}{met.shape}")
+        ends["CRITERION"] = ends.get("CRITERION", False) | met
+    return ends
+
+
+def read_texts(
+    run: Run,
+    history: History,
+    states: tuple[Any, Any],
+    options: RowOptions,
+    tokens: jax.Array,
+    added: jax.Array,
+    lanes: Lanes | None,
+) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
+    """Advance the `states` of grammar and stop strings by `tokens int32[rows]`, where `added bool[rows]` is True.
+
+    Return the new states, and the rows that end because of them, bool[rows], by stop reason. `history` does not
+    include the tokens yet. A state is None if no prompt has a grammar or stop strings.
+    """
+
+    def read() -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
+        (grammar, stop_strings), ends = states, {}
+        automaton, strings = run.extensions.allowed, run.extensions.stop_strings
+        if isinstance(automaton, TokenAutomaton) and grammar is not None:
+            eos = options.eos(tokens.shape[0])
+            grammar = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
+            endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
+            # `remaining` is at least 1. With 0, nothing could follow a prefix at the end of the budget, and the row
+            # would get the stop reason COMPLETE instead of LENGTH.
+            remaining = jnp.maximum(history.budget - history.step - added.astype(jnp.int32), 1)
+            ends["COMPLETE"] = endless & automaton.exhausted(grammar, remaining)
+        if strings is not None and stop_strings is not None:
+            after, ends["STOP_STRING"] = strings.push(stop_strings, tokens)
+            stop_strings = jnp.where(added, after, stop_strings)
+        return (grammar, stop_strings), ends
+
+    return read() if lanes is None else lanes.read_texts(added, states, read)
+
+
+def with_complete(run: Run, history: History, reasons: jax.Array) -> jax.Array:
+    """Return `reasons int32[rows]` with COMPLETE instead of LENGTH for rows whose text is complete."""
+    automaton = run.extensions.allowed
+    if not isinstance(automaton, TokenAutomaton) or history.grammar is None:
+        return reasons
+    complete = (reasons == StopReason.LENGTH) & automaton.complete(history.grammar)
+    return jnp.where(complete, jnp.int32(StopReason.COMPLETE), reasons)

@@ -70,7 +70,7 @@ class Loop:
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
         extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
-        return Run(params, self.options.full, extensions, self.sizes, context, usual=self.options.usual, mesh=mesh)
+        return Run(params, self.options.full, extensions, self.sizes, context, mesh=mesh)
 
     @property
     def of_open(self) -> dict[str, Any]:

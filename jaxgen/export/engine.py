@@ -13,6 +13,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.hook import StepHook
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.request import Request
 from jaxgen.engine.device import Loop
 from jaxgen.engine.prefixes import Prefixes
@@ -142,13 +143,15 @@ def _arrivals(inputs: dict[str, Any], form: PromptOptions) -> Arrivals:
     """Return the arrivals that the inputs describe; this is the inverse of `_as_inputs`."""
     options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
     unusual = jnp.zeros(inputs["number"].shape, bool)
-    for name in form.own - form.usual.enabled:
+    for name in form.own.intersection(form.rare):
         for value, off in zip(jax.tree.leaves(options[name]), jax.tree.leaves(form.off[name]), strict=True):
             value = jnp.asarray(value)
             unusual |= jnp.any(value != jnp.asarray(off)[None], axis=tuple(range(1, value.ndim)))
     news: dict[str, Any] = {name: jnp.asarray(inputs[name]) for name in _NEWS}
     ids, mask, budget = (jnp.asarray(inputs[name]) for name in _FIELDS.values())
-    request = Request(ids, mask, jnp.minimum(budget, form.capacity), options, unusual=unusual)
+    logged = None if form.cfg.output_logprobs is None else jnp.ones(unusual.shape, bool)
+    lanes = Lanes(unusual, logged, form.rare)
+    request = Request(ids, mask, jnp.minimum(budget, form.capacity), options, lanes=lanes)
     first_sequence = jnp.zeros_like(news["sequences"])  # a prompt is sent with all of its sequences
     return Arrivals(request, key_data=jnp.asarray(inputs["key"]), first_sequence=first_sequence, **news)
 

@@ -1,9 +1,9 @@
-"""Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
+"""Logits processors: functions `(history, scores, options) -> scores`, each named after its option.
 
-Processors run in every decode mode, in the order of their records in `jaxgen.config.generation_options`. Scores are
-float32[rows, V]; a banned token has the score -inf. `history` contains the rows' tokens, and `options` contains the
-config's values per row. Each processor follows the transformers class named in its docstring. To add a processor, see
-CONTRIBUTING.md.
+`PROCESSORS` lists them. They run in every decode mode, in the order of their records in
+`jaxgen.config.generation_options`. Scores are float32[rows, V]; a banned token has the score -inf. `history` contains
+the rows' tokens, and `options` contains the config's values per row. Each processor follows the transformers class
+named in its docstring. To add a processor, see CONTRIBUTING.md.
 
 Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
 vocabulary are ignored.
@@ -11,25 +11,26 @@ vocabulary are ignored.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxgen.logits.history import History
+from jaxgen.logits.row_options import RowOptions
 from jaxgen.logits.watermark import watermark
 from jaxgen.shapes import add, put, token_set
 
-if TYPE_CHECKING:
-    from jaxgen.logits.history import History
-    from jaxgen.logits.row_options import RowOptions
+# A function from the rows' history, their scores, float32[rows, V], and their options to new scores.
+Processor = Callable[[History, jax.Array, RowOptions], jax.Array]
 
 BANNED = -jnp.inf
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def sequence_bias(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Add a sequence's bias to the score of its last token if the row ends with the sequence's other tokens.
 
     `SequenceBiasLogitsProcessor`, with a fix from later releases: the bias is added even if the sequence without its
@@ -38,7 +39,7 @@ def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> j
     return add_biases(scores, history, *options.values["sequence_bias"])
 
 
-def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def diversity_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Subtract the penalty from a token's score for each beam of an earlier group that chose the token in this step.
 
     `HammingDiversityLogitsProcessor` (arXiv 1610.02424).
@@ -48,7 +49,7 @@ def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) 
     return bounded(scores - options.number("diversity_penalty") * counts, scores)
 
 
-def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def encoder_repetition_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Multiply positive scores of the prompt's tokens by the penalty, and divide negative scores by it.
 
     `EncoderRepetitionPenaltyLogitsProcessor`, with the prompt as the encoder's input.
@@ -59,7 +60,7 @@ def encoder_repetition_penalty(scores: jax.Array, history: History, options: Row
     return jnp.where(history.prompt_seen, bounded(penalized, scores), scores)
 
 
-def repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def repetition_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Divide positive scores of the row's tokens by the penalty, and multiply negative scores by it.
 
     `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858).
@@ -70,24 +71,24 @@ def repetition_penalty(scores: jax.Array, history: History, options: RowOptions)
     return jnp.where(history.seen, bounded(penalized, scores), scores)
 
 
-def frequency_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def frequency_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Subtract the penalty from a token's score for each time it was generated, as in OpenAI's API."""
     counts = generated_counts(history, scores.shape[1])
     return bounded(scores - options.number("frequency_penalty") * counts, scores)
 
 
-def presence_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def presence_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Subtract the penalty from the score of every token that was generated, as in OpenAI's API."""
     generated = generated_counts(history, scores.shape[1]) > 0
     return jnp.where(generated, bounded(scores - options.number("presence_penalty"), scores), scores)
 
 
-def no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def no_repeat_ngram_size(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban each token that would repeat an n-gram of the row: `NoRepeatNGramLogitsProcessor`."""
     return ban_continuations(scores, history, history.length, options.cfg.no_repeat_ngram_size)
 
 
-def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def encoder_no_repeat_ngram_size(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban each token that would repeat an n-gram of the prompt.
 
     `EncoderNoRepeatNGramLogitsProcessor`, with the prompt as the encoder's input.
@@ -95,7 +96,7 @@ def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: R
     return ban_continuations(scores, history, history.prompt_length, options.cfg.encoder_no_repeat_ngram_size)
 
 
-def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def bad_words_ids(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban a sequence's last token if the row ends with the sequence's other tokens: `NoBadWordsLogitsProcessor`.
 
     A sequence of one eos token is ignored.
@@ -109,7 +110,7 @@ def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> j
     return add_biases(scores, history, sequences, bans)
 
 
-def min_length(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def min_length(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban eos tokens in rows that are too short, counting the prompt: `MinLengthLogitsProcessor`.
 
     `min_new_tokens` takes precedence.
@@ -119,27 +120,27 @@ def min_length(scores: jax.Array, history: History, options: RowOptions) -> jax.
     return ban(scores, options.eos(scores.shape[0]), history.total_length < options.value("min_length"))
 
 
-def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def min_new_tokens(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban eos tokens in rows with too few generated tokens: `MinNewTokensLengthLogitsProcessor`."""
     return ban(scores, options.eos(scores.shape[0]), history.step < options.value("min_new_tokens"))
 
 
-def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def forced_bos_token_id(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Force the token `forced_bos_token_id` after a one-token prompt: `ForcedBOSTokenLogitsProcessor`."""
     return force(scores, token_set(options.number("forced_bos_token_id"), scores.shape[1]), history.length == 1)
 
 
-def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def forced_eos_token_id(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Force a token in `forced_eos_token_id` if one token of the budget is left: `ForcedEOSTokenLogitsProcessor`."""
     return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
 
 
-def remove_invalid_values(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def remove_invalid_values(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Replace NaN with 0 and infinities with the largest finite numbers: `InfNanRemoveLogitsProcessor`."""
     return jnp.nan_to_num(scores)
 
 
-def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def exponential_decay_length_penalty(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Add `|score| * (factor ** over - 1)` to eos scores in rows with more than `start` generated tokens.
 
     `ExponentialDecayLengthPenalty`, with a fix from later releases: a banned token stays banned. The exponent `over` is
@@ -152,17 +153,17 @@ def exponential_decay_length_penalty(scores: jax.Array, history: History, option
     return jnp.where(raised, bounded(scores + jnp.abs(scores) * (power - 1), scores), scores)
 
 
-def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def suppress_tokens(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban the option's tokens: `SuppressTokensLogitsProcessor`."""
     return ban(scores, options.ids("suppress_tokens"), jnp.ones_like(history.done))
 
 
-def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def begin_suppress_tokens(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Ban the option's tokens in the first step in which no token is forced: `SuppressTokensAtBeginLogitsProcessor`."""
     return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
 
 
-def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def forced_decoder_ids(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Force tokens at their positions: `ForceTokensLogitsProcessor`."""
     forced = options.values["forced_decoder_ids"]
     here = forced[..., 0] == history.length[:, None]
@@ -172,7 +173,7 @@ def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions)
     return force(scores, tokens, jnp.any(here, axis=-1))
 
 
-def watermarking_config(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def watermarking_config(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Raise the scores of green tokens: `WatermarkLogitsProcessor`; see `jaxgen.logits.watermark`."""
     config = options.cfg.watermarking_config
     if config.context_width > history.ids.shape[1]:  # no row can have so many tokens
@@ -180,9 +181,34 @@ def watermarking_config(scores: jax.Array, history: History, options: RowOptions
     return bounded(watermark(scores, history.last(config.context_width), config), scores)
 
 
-def renormalize_logits(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+def renormalize_logits(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Return log-probabilities: `LogitNormalization`."""
     return log_softmax(scores)
+
+
+# The processors by option, in transformers' order.
+PROCESSORS: dict[str, Processor] = {
+    "sequence_bias": sequence_bias,
+    "diversity_penalty": diversity_penalty,
+    "encoder_repetition_penalty": encoder_repetition_penalty,
+    "repetition_penalty": repetition_penalty,
+    "frequency_penalty": frequency_penalty,
+    "presence_penalty": presence_penalty,
+    "no_repeat_ngram_size": no_repeat_ngram_size,
+    "encoder_no_repeat_ngram_size": encoder_no_repeat_ngram_size,
+    "bad_words_ids": bad_words_ids,
+    "min_length": min_length,
+    "min_new_tokens": min_new_tokens,
+    "forced_bos_token_id": forced_bos_token_id,
+    "forced_eos_token_id": forced_eos_token_id,
+    "remove_invalid_values": remove_invalid_values,
+    "exponential_decay_length_penalty": exponential_decay_length_penalty,
+    "suppress_tokens": suppress_tokens,
+    "begin_suppress_tokens": begin_suppress_tokens,
+    "forced_decoder_ids": forced_decoder_ids,
+    "watermarking_config": watermarking_config,
+    "renormalize_logits": renormalize_logits,
+}
 
 
 # --- Shared operations ------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The options of each row: the values for its prompt, repeated for all rows of the prompt."""
+"""Options with a value for each row: the values for its prompt, repeated for all rows of the prompt."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,11 +18,6 @@ from jaxgen.shapes import repeat_rows, token_set
 OptionValues = dict[str, Any]
 
 
-def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
-    """Return the enabled options' values for each row. `rows` must be a multiple of the number of prompts."""
-    return repeat_values(cfg.split()[1], rows)
-
-
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
     """Repeat option values for `rows` rows; an option has one value for all prompts, or one value per prompt."""
 
@@ -32,11 +28,24 @@ def repeat_values(values: OptionValues, rows: int) -> OptionValues:
     return {name: jax.tree.map(per_row, value, TRACED[name].kind.ranks) for name, value in values.items()}
 
 
+@dataclasses.dataclass(frozen=True)
 class RowOptions:
-    """The options of a run, with one value per row. `mesh` is the mesh that the scores are split across, or None."""
+    """The options of a run as processors see them; see `Rows.options`.
 
-    def __init__(self, cfg: GenerationConfig, values: OptionValues, mesh: Mesh | None = None):
-        self.cfg, self.values, self.mesh = cfg, values, mesh
+    Attributes:
+        cfg: which options are on, and the values that all rows share.
+        values: the values for each row.
+        mesh: the mesh that the scores are split across, or None.
+    """
+
+    cfg: GenerationConfig
+    values: OptionValues
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(cls, cfg: GenerationConfig, rows: int) -> RowOptions:
+        """Return the options of a config for `rows` rows, which must be a multiple of the number of prompts."""
+        return cls(cfg, repeat_values(cfg.split()[1], rows))
 
     def value(self, name: str) -> jax.Array:
         """Return the values of an option, `[rows]`."""
@@ -60,8 +69,12 @@ class RowOptions:
             return jnp.zeros((rows, self.cfg.model.vocab_size), bool)
         return self.ids("eos_token_id")
 
+    def min_tokens_to_keep(self, rows: int) -> int | jax.Array:
+        """Return the number of tokens that warpers must keep: 1, or int32[rows, 1] with beams; see `at_least`."""
+        return self.at_least(rows) if self.cfg.num_beams > 1 else 1
+
     def at_least(self, rows: int) -> jax.Array:
-        """Return int32[rows, 1], the number of tokens that warpers must keep so that every beam can continue."""
+        """Return int32[rows, 1], the number of tokens that every beam needs to continue."""
         eos = self.table("eos_token_id")
         count = jnp.zeros(rows, jnp.int32) if eos is None else jnp.sum(eos >= 0, axis=-1, dtype=jnp.int32)
         return 1 + jnp.maximum(count, 1)[:, None]

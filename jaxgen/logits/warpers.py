@@ -1,7 +1,7 @@
-"""Logits warpers: functions `(scores, value) -> scores` that shape the distribution for sampling.
+"""Logits warpers: functions `(history, scores, options) -> scores` that shape the distribution for sampling.
 
-Each function is named after its option. Scores are float32[rows, V]; a token that cannot be drawn has the score -inf.
-`value` has the shape `[rows, 1]`. `mesh` is the mesh that the scores are split across, or None on one device.
+`WARPERS` lists them; each is named after its option. Scores are float32[rows, V]; a token that cannot be drawn has the
+score -inf. A search with beams must keep several tokens; see `RowOptions.min_tokens_to_keep`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxgen.control import cond
+from jaxgen.logits.history import History
 from jaxgen.logits.order_statistics import (
     bisect,
     candidates,
@@ -22,53 +22,48 @@ from jaxgen.logits.order_statistics import (
     last_of,
     ordered_bits,
 )
-from jaxgen.logits.processors import BANNED, bounded, divide
+from jaxgen.logits.processors import BANNED, Processor, bounded, divide
+from jaxgen.logits.row_options import RowOptions
 from jaxgen.shapes import put
 
 
-def temperature(scores: jax.Array, value: jax.Array, beams: int = 1) -> jax.Array:
-    """Return `scores / value`: `TemperatureLogitsWarper`.
+def temperature(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
+    """Return `scores / temperature`: `TemperatureLogitsWarper`.
 
     If a row's highest score would overflow, the row is first shifted so that this score is 0, which does not change the
-    distribution. In that case, all of the `beams` rows of a search are shifted, so that their scores can be compared.
+    distribution. In that case, all beams of a search are shifted, so that their scores can be compared.
     """
+    value, beams = options.number("temperature"), options.cfg.num_beams
     best = jnp.max(scores, axis=-1, keepdims=True)
     overflows = jnp.isfinite(best) & jnp.isinf(divide(best, value))
     overflows = jnp.repeat(jnp.any(overflows.reshape(-1, beams), axis=-1), beams)[:, None]
     return bounded(divide(jnp.where(overflows, scores - best, scores), value), scores)
 
 
-def top_k(
-    scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
-) -> jax.Array:
+def top_k(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Keep the k highest scores, and scores that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all scores."""
-    k = _kept(k, _at_most_all(min_tokens_to_keep, scores), scores.shape[-1])
-    best, _ = candidates(scores, mesh)
+    k = _kept(options.number("top_k"), _at_most_all(scores, options), scores.shape[-1])
+    best, _ = candidates(scores, options.mesh)
     kth, known = _kth(best, k, scores.shape[-1])
     return _or_bisected(_at_least(scores, kth), known, lambda: _bisected_top_k(scores, k))
 
 
-def top_p(
-    scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
-) -> jax.Array:
+def top_p(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Keep the smallest set of most likely tokens whose probability reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept if the total probability of all more likely tokens is less than p. At least `min_tokens_to_keep`
-    tokens are kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. If p is 1, all
-    tokens are kept.
+    A token is kept if the total probability of all more likely tokens is less than p. In a tie at the boundary, the
+    highest ids are kept, as in a stable ascending sort. If p is 1, all tokens are kept.
     """
-    at_least = _at_most_all(min_tokens_to_keep, scores)
-    kept, known = _nucleus(scores, *candidates(scores, mesh), p, at_least)
+    p, at_least = options.number("top_p"), _at_most_all(scores, options)
+    kept, known = _nucleus(scores, *candidates(scores, options.mesh), p, at_least)
     return _or_bisected(kept, known, lambda: _bisected_top_p(scores, p, at_least))
 
 
-def top_k_top_p(
-    scores: jax.Array, k: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
-) -> jax.Array:
+def top_k_top_p(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Apply `top_k` and then `top_p`, with only one search for the highest scores."""
-    at_least = _at_most_all(min_tokens_to_keep, scores)
-    k = _kept(k, at_least, scores.shape[-1])
-    best, ids = candidates(scores, mesh)
+    p, at_least = options.number("top_p"), _at_most_all(scores, options)
+    k = _kept(options.number("top_k"), at_least, scores.shape[-1])
+    best, ids = candidates(scores, options.mesh)
     kth, has_kth = _kth(best, k, scores.shape[-1])
     kept, has_nucleus = _nucleus(_at_least(scores, kth), _at_least(best, kth), ids, p, at_least)
     return _or_bisected(kept, has_kth & has_nucleus, lambda: _bisected_top_p(_bisected_top_k(scores, k), p, at_least))
@@ -90,10 +85,10 @@ def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.where(scores >= threshold, scores, BANNED)
 
 
-def _at_most_all(min_tokens_to_keep: int | jax.Array, scores: jax.Array) -> jax.Array:
+def _at_most_all(scores: jax.Array, options: RowOptions) -> jax.Array:
     """Return `min_tokens_to_keep` for each row, but at most V, as int32[rows, 1]."""
     rows, vocab = scores.shape
-    return jnp.broadcast_to(jnp.minimum(min_tokens_to_keep, vocab), (rows, 1))
+    return jnp.broadcast_to(jnp.minimum(options.min_tokens_to_keep(rows), vocab), (rows, 1))
 
 
 def _kept(k: jax.Array, at_least: jax.Array, vocab: int) -> jax.Array:
@@ -170,20 +165,20 @@ def _boundary(
     return from_ordered_bits(threshold), jnp.maximum(ties - removed, jnp.maximum(at_least - greater, 1))
 
 
-def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+def min_p(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Keep tokens at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all tokens."""
-    kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= p
-    return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
+    kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= options.number("min_p")
+    return jnp.where(_with_first(kept, scores, options.min_tokens_to_keep(scores.shape[0])), scores, BANNED)
 
 
-def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches `mass`.
+def typical_p(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
+    """Keep the tokens whose surprise is closest to the expected surprise, until their total probability reaches a mass.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all tied
     tokens are kept. If `min_tokens_to_keep` is an int above 1 and tokens are added to reach this number, the lowest ids
     win a tie for the last place. A mass of 1 keeps all tokens.
     """
-    mass = mass[:, 0]
+    mass = options.value("typical_p")
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
@@ -193,41 +188,59 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
 
     kept = (bits <= bisect(falls_short, scores.shape[0], bits=31, reads=scores)[:, None]) | (mass >= 1)[:, None]
-    return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
+    return jnp.where(_with_first(kept, -distance, options.min_tokens_to_keep(scores.shape[0])), scores, BANNED)
 
 
-def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+def epsilon_cutoff(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Keep the tokens whose probability is at least the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
 
-    The `min_tokens_to_keep` most likely tokens, and tokens that tie with the least likely of these, are always kept.
     A cutoff of 0 keeps all tokens.
     """
-    kept = jax.nn.softmax(scores, axis=-1) >= cutoff
-    return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
+    return _cut(scores, options.number("epsilon_cutoff"), options)
 
 
-def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+def eta_cutoff(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
     """Apply `epsilon_cutoff` with the cutoff `min(cutoff, sqrt(cutoff) * exp(-H))`, where H is the entropy.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
+    cutoff = options.number("eta_cutoff")
     lowered = jnp.sqrt(cutoff) * jnp.exp(-_entropy(jax.nn.log_softmax(scores, axis=-1)))
-    return epsilon_cutoff(scores, jnp.minimum(cutoff, lowered), min_tokens_to_keep)
+    return _cut(scores, jnp.minimum(cutoff, lowered), options)
 
 
-def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Keep the most likely tokens whose entropy is at most `value` times the entropy of the 100 most likely tokens.
+def _cut(scores: jax.Array, cutoff: jax.Array, options: RowOptions) -> jax.Array:
+    kept = jax.nn.softmax(scores, axis=-1) >= cutoff
+    return jnp.where(kept | _reaches_kth(scores, options.min_tokens_to_keep(scores.shape[0])), scores, BANNED)
+
+
+def top_h(history: History, scores: jax.Array, options: RowOptions) -> jax.Array:
+    """Keep the most likely tokens whose entropy is at most `top_h` times the entropy of the 100 most likely tokens.
 
     `TopHLogitsWarper` from transformers 5 (arXiv 2509.02510). Both entropies are sums of `-p * log(p)`, where p is a
     token's probability among the 100 tokens. The most likely token is always kept. A value of 1 keeps the 100 most
     likely tokens, and infinity keeps all tokens.
     """
+    value = options.number("top_h")
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
     entropy = jnp.cumsum(_entropy_terms(log_probs), axis=-1)
     kept = (entropy <= value * entropy[:, -1:]).at[:, 0].set(True)
     cut = put(jnp.full_like(scores, BANNED), tokens, jnp.where(kept, best, BANNED))
     return jnp.where(value > 1, scores, cut)
+
+
+# The warpers by option, in transformers' order.
+WARPERS: dict[str, Processor] = {
+    "temperature": temperature,
+    "top_h": top_h,
+    "top_k": top_k,
+    "top_p": top_p,
+    "min_p": min_p,
+    "typical_p": typical_p,
+    "epsilon_cutoff": epsilon_cutoff,
+    "eta_cutoff": eta_cutoff,
+}
 
 
 def _entropy_terms(log_probs: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import Text
 from jaxgen.config.values import is_array
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.request import Request
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -176,4 +177,5 @@ class PromptReader:
         missing = [self.options.leaves()] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
         first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
-        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual, logged=logged)
+        lanes = Lanes(unusual, logged, self.options.rare)
+        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, lanes=lanes)

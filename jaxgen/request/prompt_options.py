@@ -30,8 +30,7 @@ class PromptOptions:
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: a config with only the options that `cfg` turns on, for steps in which `Prompt.unusual` is False for all
-            prompts in the loop.
+        rare: the options in `full` that `cfg` does not turn on; see `Lanes`.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
@@ -60,8 +59,9 @@ class PromptOptions:
         if cfg.on("min_length"):  # `leaves` computes each prompt's min_new_tokens instead
             least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
             one = one.reset(["min_length"]).replace(min_new_tokens=least)
-        self.usual = self._in_requests(one)
+        usual = self._in_requests(one)
         self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
+        self.rare = tuple(sorted(self.full.enabled - usual.enabled))
         self._defaults = {name: self._leaf(cfg, name) for name in self.off}
 
     def _in_requests(self, cfg: GenerationConfig) -> GenerationConfig:
@@ -82,7 +82,7 @@ class PromptOptions:
     def is_unusual(self, cfg: GenerationConfig) -> bool:
         """Return True if a prompt's config turns on an option that the engine's config does not turn on."""
         on = cfg.enabled.intersection(self.off) - {"adapter"}
-        return not self.usual.enabled.issuperset(on | {"min_new_tokens"} if cfg.on("min_length") else on)
+        return not (on | {"min_new_tokens"} if cfg.on("min_length") else on).isdisjoint(self.rare)
 
     def _leaf(self, cfg: GenerationConfig, name: str) -> Any:
         """Return the leaf of an option, padded to the size that all prompts share."""

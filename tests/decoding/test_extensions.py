@@ -38,6 +38,23 @@ def test_user_defined_processors():
     assert all_generated(out) == [[20] * 6] * 2  # the other tokens have equal scores
 
 
+def test_a_processor_sees_the_options_of_each_row():
+    def favor(history, scores, options):
+        token = (10 * options.number("temperature")).astype(jnp.int32)
+        return scores + jnp.where(jnp.arange(scores.shape[-1])[None, :] == token, 100.0, 0.0)
+
+    cfg = CFG.replace(do_sample=True, temperature=[0.5, 2.0])
+    out = generate(PARAMS, IDS, jax.random.key(0), cfg, logits_processor=[favor])
+    assert all_generated(out) == [[5] * 6, [20] * 6]
+
+
+def test_a_third_argument_with_a_default_keeps_it():
+    def favor(history, scores, token=7):
+        return scores.at[:, token].set(100.0)
+
+    assert all_generated(generate(PARAMS, IDS, None, CFG, logits_processor=[favor])) == [[7] * 6] * 2
+
+
 @pytest.mark.slow
 def test_a_processor_that_indexes_ids_is_told_what_to_use():
     with pytest.raises(TypeError, match=r"history\.last\(n\) returns the last n tokens of each row, and history\.ids"):

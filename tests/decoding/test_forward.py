@@ -163,7 +163,7 @@ def test_without_a_hook_the_model_reads_ids_or_embeddings():
 def test_each_row_of_both_streams_has_its_adapter():
     given = prepared(PROMPTS, COUNTING.replace(guidance_scale=1.5))
     tokens, rows = begun(given)
-    rows = dataclasses.replace(rows, options={**rows.options, "adapter": jnp.asarray([2, 0, 1])})
+    rows = dataclasses.replace(rows, values={**rows.values, "adapter": jnp.asarray([2, 0, 1])})
     inputs, _ = inputs_of(given.run, rows, tokens, KVCache.create(COUNTING.model, 6, 4))
     assert inputs.adapter.tolist() == [2, 0, 1, 2, 0, 1]
 

@@ -13,7 +13,7 @@ from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, demo, ge
 from jaxgen.errors import JaxgenWarning
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
 from tests.scoring.test_text import close, sizes_with
 from tests.support.automata import of_matrix
 from tests.support.compilations import compilations
@@ -167,7 +167,7 @@ def of_one_token(params, ids, prompt_length, length):
     logits = CausalLM(MODEL).apply({"params": params}, ids[None]).logits[:, length - 1]
     history = History.begin(cfg, ids[None], length[None], jnp.asarray([8], jnp.int32))
     history = dataclasses.replace(history, prompt_length=prompt_length[None])
-    return jax.nn.log_softmax(build_transform(cfg, option_values(cfg, 1))(history, logits), axis=-1)[0, ids[length]]
+    return jax.nn.log_softmax(build_transform(RowOptions.of(cfg, 1))(history, logits), axis=-1)[0, ids[length]]
 
 
 @pytest.mark.slow

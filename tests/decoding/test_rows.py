@@ -10,9 +10,10 @@ import pytest
 
 from jaxgen import GenerationConfig, InputError
 from jaxgen.decoding.extensions import Extensions, functions
+from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.loop import prefill
 from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.rows import Rows, Selection
 from jaxgen.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
@@ -93,7 +94,7 @@ def push(run, rows: Rows, tokens: list[int], live=None, failed=None, criteria=()
     live = np.array([True] * rows.count if live is None else live)
     failed = np.array(failed or [0] * rows.count, np.int32)
     scores = np.zeros((rows.count, 50), np.float32) if scores is None else scores
-    return _push(rows, run, np.array(tokens, np.int32), live, scores, scores - 1, failed)
+    return _push(rows, run, Selection(np.array(tokens, np.int32), scores - 1, failed), live, scores)
 
 
 def test_rows_begin_with_their_prompts_and_some_have_ended():
@@ -159,10 +160,10 @@ def test_stop_strings_follow_the_tokens_that_are_appended():
     pushed = push(run, rows, [9, 9, 9], live=[True, True, False])
     assert pushed.stop_strings.tolist() == [1, 2, 1]
     assert pushed.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING, StopReason.NONE]
-    # State 0 means no stop strings. If `run.usual` is set, the search is skipped when all live rows have state 0.
-    mixed = dataclasses.replace(run, usual=run.cfg)
-    assert push(mixed, rows, [9, 9, 8], live=[True, False, True]).stop_strings.tolist() == [1, 1, 1]
-    assert push(mixed, rows, [9, 9, 9], live=[True, False, False]).stop_strings.tolist() == [0, 1, 1]
+    # State 0 means no stop strings. With lanes, the search is skipped when all live rows have state 0.
+    mixed = dataclasses.replace(rows, lanes=Lanes(np.zeros(3, bool), None, ()))
+    assert push(run, mixed, [9, 9, 8], live=[True, False, True]).stop_strings.tolist() == [1, 1, 1]
+    assert push(run, mixed, [9, 9, 9], live=[True, False, False]).stop_strings.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("source", ["scores", "logits"])
@@ -176,7 +177,7 @@ def test_log_probabilities_of_the_tokens_that_are_appended(source):
     np.testing.assert_allclose(logprobs.logprobs[:, 0], [expected[7], 0], atol=1e-5)
     assert logprobs.top_tokens[0, 0].tolist() == np.argsort(-expected)[:2].tolist()
     assert not logprobs.logprobs[:, 1:].any()
-    unlogged = dataclasses.replace(rows, logged=jnp.asarray([False, True]))
+    unlogged = dataclasses.replace(rows, lanes=Lanes(np.zeros(2, bool), np.array([False, True]), ()))
     assert not np.asarray(push(run, unlogged, [7, 8], live=[True, False]).logprobs.logprobs).any()
 
 

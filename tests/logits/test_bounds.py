@@ -15,8 +15,7 @@ from jaxgen import GenerationConfig
 from jaxgen.decoding.logprobs import logprobs_of
 from jaxgen.decoding.sample import draw
 from jaxgen.errors import JaxgenError
-from jaxgen.logits import warpers
-from tests.support.rows import history_of, process
+from tests.support.rows import history_of, process, warp
 
 VOCAB, EOS = 12, [4, 7]
 BANNED = -np.inf
@@ -171,7 +170,7 @@ def test_a_tiny_temperature_draws_the_most_likely_tokens(value):
 def test_a_tiny_temperature_shifts_all_beams_of_a_search_or_none():
     """Otherwise, a beam whose scores overflow would become better than the others."""
     scores = np.asarray([[-2.0, -3.0], [-5.0, -6.0], [-2.0, -3.0], [-3.0, BANNED]], np.float32)
-    out = np.asarray(warpers.temperature(scores, np.full((4, 1), 1e-38, np.float32), 2))
+    out = np.asarray(warp("temperature", scores, np.float32(1e-38), beams=2))
     one = np.float32(1) / np.float32(1e-38)
     np.testing.assert_array_equal(out[:2], [[0, -one], [0, -one]])
     np.testing.assert_array_equal(out[2:], scores[2:] / np.float32(1e-38))

@@ -1,5 +1,6 @@
 """The order of processors and warpers, and the functions that their records name."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -10,9 +11,10 @@ import pytest
 
 from jaxgen.config.generation_options import OPTIONS, of_stage
 from jaxgen.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, RENORMALIZE, WARP
-from jaxgen.logits import processors, warpers
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.processors import PROCESSORS
+from jaxgen.logits.row_options import RowOptions
+from jaxgen.logits.warpers import WARPERS
 from tests.support.rows import config_of, history_of
 
 # The classes of transformers 4.41.1, in the order of its two lists. HammingDiversity is only used by beam groups. In
@@ -67,18 +69,18 @@ def test_later_and_own_processors_have_their_place():
 
 
 def test_every_processor_is_a_function_of_its_name():
-    for stage in (BEFORE_GRAMMAR, AFTER_GRAMMAR, RENORMALIZE):
-        for option in of_stage(stage):
-            function = getattr(processors, option.name)
-            assert list(inspect.signature(function).parameters) == ["scores", "history", "options"]
-    for option in of_stage(WARP):
-        assert callable(getattr(warpers, option.name))
+    stages = (BEFORE_GRAMMAR, AFTER_GRAMMAR, RENORMALIZE)
+    assert list(PROCESSORS) == [option.name for stage in stages for option in of_stage(stage)]
+    assert list(WARPERS) == [option.name for option in of_stage(WARP)]
+    for name, function in (PROCESSORS | WARPERS).items():
+        assert function.__name__ == name
+        assert list(inspect.signature(function).parameters) == ["history", "scores", "options"]
 
 
 def test_top_k_and_top_p_share_one_search_and_one_condition():
     def counts(**options) -> tuple[int, int]:
         cfg = jax.tree.map(jnp.asarray, config_of(1000, do_sample=True, **options))
-        transform = build_transform(cfg, option_values(cfg, 1))
+        transform = build_transform(RowOptions.of(cfg, 1))
         history = history_of(np.zeros((1, 1), np.int32), np.ones(1, np.int32), vocab=1000)
         program = str(jax.make_jaxpr(functools.partial(transform, history))(jnp.zeros((1, 1000))))
         return program.count(" top_k["), program.count(" cond[")
@@ -98,11 +100,11 @@ def test_stages_run_in_their_order():
         given.append(scores)
         return scores + jnp.asarray([[0.0, 1.0, 0.0, 1.0]])
 
-    values = option_values(cfg, 1)
-    transform = build_transform(cfg, values, [custom], lambda history: jnp.asarray([[True, False, True, True]]))
+    options = RowOptions.of(cfg, 1)
+    transform = build_transform(options, [custom], lambda history: jnp.asarray([[True, False, True, True]]))
     assert transform(history, scores).tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
     assert given[0].tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
-    free = build_transform(cfg.replace(forced_bos_token_id=None), values, [custom])
+    free = build_transform(dataclasses.replace(options, cfg=cfg.replace(forced_bos_token_id=None)), [custom])
     free(history, scores)
     assert given[1].tolist() == [[0.0, 5.0, 0.0, 0.0]]
 
@@ -132,7 +134,7 @@ def test_warpers_leave_the_given_token(name):
     def transformed(*given, **options):
         cfg = config_of(8, do_sample=True, suppress_tokens=[7], **WARPING[name], **options)
         cfg = jax.tree.map(jnp.asarray, cfg)
-        return np.asarray(jax.jit(build_transform(cfg, option_values(cfg, 8)))(history, scores, *given))
+        return np.asarray(jax.jit(build_transform(RowOptions.of(cfg, 8)))(history, scores, *given))
 
     expected = transformed().copy()
     removed = np.isneginf(np.diag(expected))

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from jaxgen.logits import order_statistics, processors, warpers
 from tests.support.models import slow
-from tests.support.rows import history_of, process
+from tests.support.rows import history_of, process, warp
 
 ROWS, VOCAB = 2, 29
 SCORES = hnp.arrays(
@@ -30,11 +30,11 @@ KEEP = st.sampled_from([1, 2, 5])
 def with_one_value(name, candidates=order_statistics.CANDIDATES):
     """Return a warper that takes one value for all rows, and examines the top `candidates` scores before it bisects."""
 
-    def warp(scores, value, *keep):
+    def run(scores, value, keep=1):
         with mock.patch.object(order_statistics, "CANDIDATES", candidates):
-            return getattr(warpers, name)(scores, jnp.broadcast_to(value, (scores.shape[0], 1)), *keep)
+            return warp(name, scores, value, keep=keep)
 
-    return jax.jit(warp, static_argnums=2)
+    return jax.jit(run, static_argnums=2)
 
 
 top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h = map(
@@ -46,9 +46,9 @@ top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h =
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def top_k_top_p_in_both_ways(scores, k, p, keep, candidates):
     """Return the results of the combined warper and of the two warpers in sequence."""
-    k, p = jnp.full((ROWS, 1), k), jnp.full((ROWS, 1), p)
     with mock.patch.object(order_statistics, "CANDIDATES", candidates):
-        return warpers.top_k_top_p(scores, k, p, keep), warpers.top_p(warpers.top_k(scores, k, keep), p, keep)
+        apart = warp("top_p", warp("top_k", scores, k, keep=keep), p, keep=keep)
+        return warp("top_k_top_p", scores, k, p, keep=keep), apart
 
 
 ALL_OF = {name: [with_one_value(name, candidates) for candidates in (256, 3, 1)] for name in ("top_k", "top_p")}
@@ -206,7 +206,7 @@ def test_a_value_per_row():
     scores = scores.at[3, 7].set(30.0)  # its probability is exactly 1 in float32
     column = jnp.asarray([[0.2], [0.5], [0.9], [1.0]])
     cutoff = jnp.asarray([[0.2], [0.05], [0.9], [0.0]])
-    for warp, values in (
+    for warper, values in (
         (temperature, column),
         (top_k, jnp.asarray([[1], [3], [VOCAB], [0]])),
         (top_p, column),
@@ -216,9 +216,9 @@ def test_a_value_per_row():
         (eta_cutoff, cutoff),
         (top_h, column),  # 1.0 keeps up to 100 tokens, which is more than VOCAB
     ):
-        together = warp(scores, values)
+        together = warper(scores, values)
         for row in range(4):
-            np.testing.assert_array_equal(together[row], warp(scores[row : row + 1], values[row, 0])[0])
+            np.testing.assert_array_equal(together[row], warper(scores[row : row + 1], values[row, 0])[0])
         np.testing.assert_array_equal(together[3], scores[3], err_msg="a value that is off")
         assert np.any(together[0] != scores[0])
 
@@ -226,17 +226,17 @@ def test_a_value_per_row():
 @pytest.mark.slow
 def test_tokens_to_keep_may_be_more_than_there_are():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCAB)), jnp.float32)
-    for warp in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):
-        np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB), scores)
-        np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB + 2), scores)
-    for warp in ALL_OF["top_p"]:
-        np.testing.assert_array_equal(warp(scores, 0.5, VOCAB + 2), scores)
+    for warper in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):
+        np.testing.assert_array_equal(warper(scores, jnp.asarray(1) if warper is top_k else 0.5, VOCAB), scores)
+        np.testing.assert_array_equal(warper(scores, jnp.asarray(1) if warper is top_k else 0.5, VOCAB + 2), scores)
+    for warper in ALL_OF["top_p"]:
+        np.testing.assert_array_equal(warper(scores, 0.5, VOCAB + 2), scores)
 
 
 def test_a_row_of_bans_alone_stays_one():
     scores = jnp.full((1, VOCAB), -jnp.inf)
-    for warp in (temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h):
-        np.testing.assert_array_equal(warp(scores, jnp.float32(0.5)), scores)
+    for warper in (temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h):
+        np.testing.assert_array_equal(warper(scores, jnp.float32(0.5)), scores)
     np.testing.assert_array_equal(top_k(scores, jnp.int32(3)), scores)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxgen.logits import warpers
 from tests.support.goldens import GOLDENS
+from tests.support.rows import warp
 
 MASS, RATIO, TINY = 2e-6, 1e-5, 1e-37
 WARPERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -37,7 +37,7 @@ def kept_by(name, scores, values, mesh=None):
     if mesh is not None:
         placed = jax.device_put(given, NamedSharding(mesh, PartitionSpec("data", ("model", "copies"))))
     known = {"mesh": mesh} if name in ON_MESH else {}
-    out = np.asarray(jax.jit(functools.partial(getattr(warpers, name), **known))(placed, jnp.asarray(value)))
+    out = np.asarray(jax.jit(functools.partial(warp, name, **known))(placed, jnp.asarray(value)))
     np.testing.assert_array_equal(out, np.where(np.isfinite(out), given, -np.inf))
     kept = np.empty(given.shape, bool)
     kept[:, ids] = np.isfinite(out)

@@ -11,7 +11,7 @@ from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.guidance import guide
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, prepare
 from tests.support.models import generated, left_pad, model_config
 
@@ -99,15 +99,15 @@ def test_processed_scores_when_sampling(number, group):
 
     @jax.jit
     def run(cfg, ids, length, budget, tokens, logits, uncond):
-        values = option_values(cfg, rows)
-        transform = build_transform(cfg, values, allowed=table)
+        options = RowOptions.of(cfg, rows)
+        transform = build_transform(options, allowed=table)
         history = History.begin(cfg, ids, length, budget, table)
         scores = []
         for step in range(max(STEPS) + 1):
             if step in STEPS:
                 at = STEPS.index(step)
                 streams = logits[:, at] if uncond is None else jnp.concatenate([logits[:, at], uncond[:, at]])
-                scores.append(transform(history, guide(cfg, values, streams) if cfg.on("guidance_scale") else streams))
+                scores.append(transform(history, guide(options, streams) if cfg.on("guidance_scale") else streams))
             if step < max(STEPS):
                 history = history.push(tokens[:, step], jnp.ones(rows, bool))
         return jnp.stack(scores, axis=1)

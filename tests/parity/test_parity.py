@@ -12,7 +12,7 @@ import pytest
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated, left_pad, model_config, slow
 
@@ -185,7 +185,7 @@ def test_processed_scores_when_sampling(number, case):
     prompt = case["prompt_length"]
     history = history.replace(prompt_length=jnp.asarray([prompt]))
     cfg = jax.tree.map(jnp.asarray, cfg)  # as arrays, which is how a program receives it
-    ours = np.asarray(build_transform(cfg, option_values(cfg, 1))(history, jnp.asarray(logits)[None])[0])
+    ours = np.asarray(build_transform(RowOptions.of(cfg, 1))(history, jnp.asarray(logits)[None])[0])
     assert not case["near_boundary"], "the script for the goldens redraws such cases"
     if case.get("top_p_splits_tie") and not case["highest_ids_kept"]:
         ours, expected = np.sort(ours), np.sort(expected)

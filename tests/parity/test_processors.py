@@ -11,11 +11,11 @@ import pytest
 
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import WARP
-from jaxgen.logits import processors, warpers
+from jaxgen.logits import processors
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS
-from tests.support.rows import config_of, history_of
+from tests.support.rows import config_of, history_of, warp
 
 OF_THE_ROW = ("ids", "length", "prompt_length", "uncond", "allowed")  # the other fields are options
 STATIC = ("n", "min_tokens_to_keep")
@@ -52,16 +52,15 @@ def apply(name, scores, row, recorded):
         prompt_length, budget = 0 * length, recorded["max_length"].reshape(-1)
     history = history_of(ids, length, prompt_length, budget=budget, vocab=vocab)
     if name == PREFIX:
-        transform = build_transform(config_of(vocab), {}, allowed=lambda history: row["allowed"][:, :vocab])
+        transform = build_transform(RowOptions(config_of(vocab), {}), allowed=lambda history: row["allowed"][:, :vocab])
         return transform(history, scores)
     if name == GUIDANCE:
         return processors.guidance(scores, row["uncond"], recorded["scale"].reshape(-1, 1))
     option = CLASSES[name]
     if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline passes 1, except for beams
-        value = recorded["value"].reshape(-1, 1)
-        return getattr(warpers, option.name)(scores, value, recorded["min_tokens_to_keep"])
+        return warp(option.name, scores, recorded["value"].reshape(-1, 1), keep=recorded["min_tokens_to_keep"])
     cfg = config_of(vocab, do_sample=option.stage == WARP, **fields_of(option, recorded))
-    return build_transform(cfg, option_values(cfg, rows))(history, scores)
+    return build_transform(RowOptions.of(cfg, rows))(history, scores)
 
 
 @functools.cache

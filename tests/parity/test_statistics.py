@@ -18,12 +18,12 @@ from jaxgen.config.generation_options import of_stage
 from jaxgen.config.option import WARP
 from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
-from jaxgen.logits import warpers
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, load
 from tests.support.models import left_pad, model_config
+from tests.support.rows import warp
 
 SIGNIFICANCE = 1e-4
 DRAWS, CHUNK = 50_000, 1000
@@ -161,7 +161,7 @@ def test_draws_from_processed_scores(setting):
         history = History.begin(cfg, ids, length, jnp.asarray([16], jnp.int32))
         for column in range(prompt, ids.shape[1]):
             history = history.push(ids[:, column], jnp.ones(1, bool))
-        return build_transform(cfg, option_values(cfg, 1))(history, logits)
+        return build_transform(RowOptions.of(cfg, 1))(history, logits)
 
     tokens = np.asarray(many_draws(jax.random.key(0), process(cfg, np.asarray([ids], np.int32), logits)))
     assert is_plausible(tokens, expected(setting, setting["scores"][0]))
@@ -203,7 +203,7 @@ def kept_by(name):
     for size in np.unique(vocab):
         rows = vocab == size
         given = scores[rows, :size]
-        out = np.asarray(jax.jit(getattr(warpers, name))(given, values[rows, None]))
+        out = np.asarray(jax.jit(functools.partial(warp, name))(given, values[rows, None]))
         ours[rows, :size] = np.isfinite(out)
         np.testing.assert_array_equal(out, np.where(np.isfinite(out), given, -np.inf))
     return scores, values, ours, theirs, near

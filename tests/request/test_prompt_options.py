@@ -9,6 +9,7 @@ from jaxgen import ConfigError, GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import RowOptions
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions, not_in_slots
 from tests.support.models import model_config
@@ -34,7 +35,7 @@ def test_options_of_other_prompts_change_no_bit_of_a_prompt():
     history = History.begin(READER.options.full, ids, length, budget, options=READER.options.own)
     history = history.push(jnp.asarray([7, 8], jnp.int32), jnp.ones(2, bool))
     scores = jnp.asarray(rng.normal(size=(2, VOCAB)), jnp.float32)
-    transform = jax.jit(lambda rows: build_transform(READER.options.full, rows)(history, scores))
+    transform = jax.jit(lambda rows: build_transform(RowOptions(READER.options.full, rows))(history, scores))
     for name in READER.options.own - {"do_sample"}:
         option = OPTIONS[name]
         own = READER.read({"ids": [5], name: option.examples[0], "do_sample": True}).options

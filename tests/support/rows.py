@@ -1,5 +1,6 @@
 """Options applied to rows of scores, as in the pipeline."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,30 @@ import numpy as np
 
 from jaxgen import GenerationConfig, History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import option_values
+from jaxgen.logits.row_options import RowOptions
+from jaxgen.logits.warpers import WARPERS, top_k_top_p
 from jaxgen.shapes import token_set
 from tests.support.models import model_config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept(RowOptions):
+    """Options with a number of tokens to keep that does not depend on beams."""
+
+    least: int = 1
+
+    def min_tokens_to_keep(self, rows: int) -> int:
+        return self.least
+
+
+def warp(name: str, scores, *values, keep: int = 1, mesh=None, beams: int = 1) -> jax.Array:
+    """Apply the warper `name` with a value for all rows, or `[rows, 1]`; "top_k_top_p" takes two values."""
+    names = ("top_k", "top_p") if name == "top_k_top_p" else (name,)
+    rows, vocab = scores.shape
+    of_rows = {own: jnp.broadcast_to(value, (rows, 1))[:, 0] for own, value in zip(names, values, strict=True)}
+    history = history_of(np.zeros((rows, 1), np.int32), np.ones(rows, np.int32), vocab=vocab)
+    warper = top_k_top_p if len(names) == 2 else WARPERS[name]
+    return warper(history, scores, _Kept(config_of(vocab, num_beams=beams), of_rows, mesh, keep))
 
 
 @functools.partial(jax.jit, static_argnames="vocab")
@@ -36,7 +58,7 @@ def history_of(ids, length, prompt_length=None, *, vocab, budget=None) -> Histor
 
 @jax.jit
 def _transform(cfg, history, scores):
-    return build_transform(cfg, option_values(cfg, scores.shape[0]))(history, scores)
+    return build_transform(RowOptions.of(cfg, scores.shape[0]))(history, scores)
 
 
 def config_of(vocab: int, **fields) -> GenerationConfig:

@@ -1,7 +1,5 @@
 """Decode modes that exist only to test the loop's contract with its modes."""
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,6 @@ import numpy as np
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.loop import Decoded
-from jaxgen.decoding.rows import fork
 from jaxgen.decoding.sample import Sample, SampleState
 
 
@@ -55,7 +52,7 @@ class Refill(Sample):
 
     def begin(self, run, prefilled):
         rows, cache = prefilled.rows.fork(1), prefilled.read.cache
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), 1)
+        read = prefilled.read.fork(1)
         rows = self.extend(run, rows, read, 0, rows.live)
         pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
         first = jnp.arange(self.slots, dtype=jnp.int32)
