@@ -21,7 +21,7 @@ from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
 from jaxgen.grammar.checks import Checks
-from jaxgen.grammar.disjoint import Overlaps
+from jaxgen.grammar.disjoint import exclude
 from jaxgen.grammar.evaluation import Evaluation, dependents
 from jaxgen.grammar.expression import (
     NOTHING,
@@ -130,7 +130,6 @@ class Converter:
         self.sound, self.leave_out = self.checks.sound, self.checks.leave_out
         self.matches = self.strings.matches
         self.evaluation = Evaluation(self.references, self.sound, self.matches)
-        self.overlaps = Overlaps(self.evaluation, self.sound)
         self.known: dict[Any, Expression] = {}
         self.made: dict[Any, Any] = {}  # schemas that are not in the given one; stored so that their ids stay unique
         self.values = self.steps = 0
@@ -235,7 +234,7 @@ class Converter:
         if "anyOf" in schema:
             found.append([(part,) for part in schema["anyOf"]])
         if "oneOf" in schema:
-            found.append(self.one_of(schema["oneOf"], place))
+            found.append(self.make("oneOf", schema, lambda: self.one_of(schema["oneOf"], place)))
         if "if" in schema and ("then" in schema or "else" in schema):
             other = self.make("else", schema["if"], lambda: {"not": schema["if"]})
             found.append([(schema["if"], schema.get("then", True)), (other, schema.get("else", True))])
@@ -252,7 +251,8 @@ class Converter:
         for i, schema in enumerate(schemas):
             self.checks.call(schema, f"{place.name}.oneOf[{i}]")
         for i, schema in enumerate(schemas):
-            others = [other for j, other in enumerate(schemas) if j != i and not self.overlaps.excludes(schema, other)]
+            others = [other for j, other in enumerate(schemas) if j != i]
+            others = [other for other in others if not exclude(self.evaluation, schema, other)]
             if others and not self.exclusive:
                 self.leave_out(place.name, " has oneOf, which is read as anyOf")
                 others = []
