@@ -201,7 +201,7 @@ class Converter:
                 if joint.place.depth > keywords.DEEPEST:
                     raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
                 rest.insert(0, (target, path))
-            if schema.get("nullable") and "$schema" not in self.references.root:
+            if self.is_nullable(schema):
                 rest.insert(0, (self.make("nullable", schema, lambda given=schema: _nullable(given)), path))
                 continue
             joint.schemas.append(schema)
@@ -217,12 +217,18 @@ class Converter:
             self.made[kind, id(schema)] = build(), schema
         return self.made[kind, id(schema)][0]
 
+    def is_nullable(self, schema: dict[str, Any]) -> bool:
+        """Return True if a schema also allows null, by OpenAPI's keyword `nullable`."""
+        return bool(schema.get("nullable")) and "$schema" not in self.references.root
+
     def opposite(self, schema: Any, name: str) -> Any:
         """Return a schema for values that are not valid against `schema`."""
         if isinstance(schema, bool):
             return not schema
         self.checks.call(schema, name)
-        found = self.make("not", schema, lambda: negated(self.sound(schema), self.references))
+        sound = self.sound(schema)
+        sound = _nullable(sound) if self.is_nullable(sound) else sound
+        found = self.make("not", schema, lambda: negated(sound, self.references))
         if found is None:
             self.leave_out(name, " has not with keywords that cannot be negated")
             return True
