@@ -120,12 +120,11 @@ else:  # hidden from type checkers, which would otherwise accept any name
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
-        if _HOMES[name] == "convert":
-            from jaxgen.shadowing import check_convert
-
-            check_convert()
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
+        home = importlib.import_module(_HOMES[name])
+        if not hasattr(home, name):
+            own = f"jaxgen's package {home.__name__}"
+            raise ImportError(f"{home.__file__} has the name of {own} and is imported in its place: rename it")
+        value = globals()[name] = getattr(home, name)
         return value
 
     def __dir__() -> list[str]:

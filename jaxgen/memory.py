@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import jax
 from jaxgen.errors import InputError
 
 SMALL = 2**28  # calls that need fewer bytes are not checked, because a check could take longer than the call
+# Ways to reduce the memory of a call, for error messages.
+REMEDY = "fewer prompts, sequences or slots at a time, shorter prompts, fewer new tokens, or an 8-bit cache_dtype"
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -19,11 +21,10 @@ class NotEnoughMemory(InputError):
     """A call needs more memory than is free."""
 
 
-def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
+def check_free(what: str, needed: int, devices: Iterable[Any], remedy: str) -> None:
     """Raise `NotEnoughMemory` unless each device has `needed` free bytes. All CPU devices share the same memory.
 
-    The error message begins with `what`, with {} replaced by the required size. `remedy` maps the free bytes per device
-    to a suggestion.
+    The error message begins with `what`, with {} replaced by the required size, and suggests `remedy`.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = min(local, key=lambda device: device.id)
@@ -31,8 +32,7 @@ def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[
     free = free_bytes(device)
     if free is not None and needed * count > free:
         raise NotEnoughMemory(
-            f"{what.format(size_text(needed * count))}, but only {size_text(free)} is free{where}: try "
-            f"{remedy(free // count)}"
+            f"{what.format(size_text(needed * count))}, but only {size_text(free)} is free{where}: try {remedy}"
         )
 
 

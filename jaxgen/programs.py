@@ -21,14 +21,13 @@ from jax.core import Tracer
 from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
-from jaxgen.memory import SMALL, check_free
+from jaxgen.memory import REMEDY, SMALL, check_free
 from jaxgen.progress import announced
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # maximum number of programs; on a CPU, each uses about 20 MB of memory
 _FEW = 8  # number of programs that are kept even if memory maps are scarce
 _PROC = Path("/proc")
-_REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
 with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is being traced
     _EAGER = get_opaque_trace_state()
@@ -182,7 +181,7 @@ class _NewProgram:
         devices = _devices(jax.tree.leaves((args, kwargs)))
         # With several processes, one process must not reject a call that the other processes start.
         if self._needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
-            check_free("this call needs {}", self._needed, devices, lambda free: _REMEDY)
+            check_free("this call needs {}", self._needed, devices, REMEDY)
         PROGRAMS.replace(self._key, self._function)
         # When called with the same arguments, the function finds the compiled program in jax's caches.
         return self._function(*args, **kwargs)

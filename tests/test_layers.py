@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "version", "memory", "shadowing", "remote"}
+    {"errors", "buckets", "shapes", "version", "memory", "remote"}
     | {"programs", "compile_cache", "progress", "recompilation"},
     {"model", "text", "arguments", "control"},
     {"config", "grammar"},

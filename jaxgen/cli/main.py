@@ -21,7 +21,6 @@ from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.progress import COMPILING
-from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a message about a truncated file lists every missing tensor
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return status
             print(end="", flush=True)
             return 0
-        except (JaxgenError, ShadowedError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+        except (JaxgenError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
             status = _explained(error)
             if "--debug" in argv:
                 traceback.print_exc()
@@ -98,9 +97,6 @@ def _explained(error: BaseException) -> int:
         case JaxgenError():
             terminal.say("error", _shortened(error))
             return FAILED if isinstance(error, GenerationError) else BAD_INPUT
-        case ShadowedError():
-            terminal.say("error", _one_line(str(error), LINE_WIDTH))
-            return BAD_INPUT
         case BrokenPipeError():
             _discard_stdout()
             return BROKEN_PIPE
@@ -126,7 +122,6 @@ def _answer(argv: Sequence[str]) -> int:
     with terminal.ticking("starting"):  # after the fork in `supervise`, because it starts a thread
         if has_others:
             distributed.join(options)
-        check_convert()
         from jaxgen.cli.answer import answer  # --help does not need jax, and importing jax takes a second
 
         with _device(options):
@@ -143,7 +138,6 @@ def _answer(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> None:
     options = parse_train(argv)
     with terminal.ticking("starting"):
-        check_convert()
         from jaxgen.cli.train import train_and_save
 
         with _device(options):
@@ -153,7 +147,6 @@ def _train(argv: Sequence[str]) -> None:
 def _serve(argv: Sequence[str]) -> None:
     options = parse_serve(argv)
     with terminal.ticking("starting"):
-        check_convert()
         from jaxgen.cli.serve import serve
 
         with _device(options):
@@ -163,7 +156,6 @@ def _serve(argv: Sequence[str]) -> None:
 def _run_batch(argv: Sequence[str]) -> int:
     options = parse_run_batch(argv)
     with terminal.ticking("starting"):
-        check_convert()
         from jaxgen.cli.run_batch import run_batch
 
         with _device(options):

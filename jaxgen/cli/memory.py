@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.modes import mode_of
-from jaxgen.memory import check_free, size_text
-from jaxgen.model.quantization import KINDS
+from jaxgen.memory import REMEDY, check_free, size_text
 from jaxgen.programs import default_device
-from jaxgen.request.memory import caches_bytes, remedy
-
-_REMEDIES: dict[str, dict[str, Any]] = {
-    "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
-    **{f"--quantize {name}": {"quantize": name} for name in KINDS},
-}
+from jaxgen.request.memory import caches_bytes
 
 
 def check_memory(
@@ -48,11 +39,9 @@ def check_memory(
     """
     wanted = float_dtype(dtype)
     sources = [open_checkpoint(one) for one in (path, assistant) if one is not None]
-    needed = functools.partial(
-        _bytes,
-        sources,
-        dtype=wanted,
-        quantize=quantize,
+    models = [dataclasses.replace(source.cfg.model, dtype=source.dtype(wanted).name) for source in sources]
+    caches = caches_bytes(
+        models,
         prompts=prompts,
         sequences=max(answers, mode_of(cfg, assistant is not None).needs(cfg).sequences),
         width=prompt_bucket(width),
@@ -61,12 +50,8 @@ def check_memory(
         slots=cfg.slots,
     )
     what = f"this request needs {{}} ({size_text(_weights(sources[:1], wanted, quantize))} of weights)"
-    check_free(what, needed(), [default_device()], lambda free: remedy(needed, free, _REMEDIES))
-
-
-def _bytes(sources: Sequence[Checkpoint], *, dtype: np.dtype | None, quantize: str | None, **sizes: Any) -> int:
-    models = [dataclasses.replace(source.cfg.model, dtype=source.dtype(dtype).name) for source in sources]
-    return _weights(sources, dtype, quantize) + caches_bytes(models, **sizes)
+    needed = _weights(sources, wanted, quantize) + caches
+    check_free(what, needed, [default_device()], f"{REMEDY}, --dtype bfloat16, --quantize, or a smaller model")
 
 
 def _weights(sources: Sequence[Checkpoint], dtype: np.dtype | None, quantize: str | None) -> int:

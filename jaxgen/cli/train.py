@@ -207,7 +207,7 @@ def _check_memory(job: _TrainJob) -> None:
     logits = 2 * 4 * rows * width * job.model.vocab_size
     parts = f"{size_text(weights)} for weights, {size_text(logits)} for the logits of {rows} rows"
     remedy = f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
-    check_free(f"training needs more than {{}} ({parts})", weights + logits, [default_device()], lambda free: remedy)
+    check_free(f"training needs more than {{}} ({parts})", weights + logits, [default_device()], remedy)
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):

@@ -53,20 +53,14 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function so that errors about missing or unknown arguments say which arguments it accepts."""
-    signature = inspect.signature(function)
-    required = ", ".join(name for name, entry in signature.parameters.items() if entry.default is entry.empty)
+    """Wrap a function so that an error about an unknown keyword says what to write instead."""
+    known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         for name in named:
-            if name not in signature.parameters:
-                _refuse_argument(function.__name__, name, signature.parameters)
-        try:
-            signature.bind(*arguments, **named)
-        except TypeError as error:
-            key = "; key is None where nothing is drawn" if "key" in signature.parameters else ""
-            raise TypeError(f"{error}: call {function.__name__}({required}, ...){key}") from None
+            if name not in known:
+                _refuse_argument(function.__name__, name, known)
         return function(*arguments, **named)
 
     return call

@@ -1,8 +1,7 @@
 """GenerationConfig: every option of transformers 4.41.1's generate(), with the same name and default.
 
-The config is a pytree. The values of traced options are its leaves, so changing them never causes recompilation.
-Everything that determines the program is part of the config's structure: the mode, the model, the static options, and
-the set of enabled options. An option at its neutral value is off and has no leaf, so a config's structure alone
+The config is a pytree. Everything that determines the program is part of its structure: the mode, the model, the static
+options, and the set of enabled options. So changing a traced value never causes recompilation, and the structure alone
 determines which processors run, even inside the caller's own jit.
 """
 
@@ -12,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -67,19 +66,6 @@ class _InRequest:
 IN_REQUEST = _InRequest()
 
 
-class _Instead:
-    """A method that only transformers' `GenerationConfig` has. Access raises an error that suggests an alternative."""
-
-    def __init__(self, remedy: str):
-        self.remedy = remedy
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, config: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__} has no {self.name}: {self.remedy}")
-
-
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationConfig(GenerationOptions):
@@ -89,6 +75,15 @@ class GenerationConfig(GenerationOptions):
     releases default to None, which means off. Most options accept one value for all prompts or one value per prompt.
     Options that jaxgen recognizes but does not support are rejected. Only `from_hf` leaves them out, with a warning, so
     that it can read every checkpoint's config. `model` is the checkpoint's `ModelConfig`; `generate` needs it.
+
+    An option is in one of four states:
+
+    | state | attribute | in `enabled` | in the pytree |
+    | --- | --- | --- | --- |
+    | off | the neutral value | no | nothing for a traced option, the value in the structure for a static one |
+    | on, static | the value | yes | the value in the structure |
+    | on, traced | the value, or arrays | yes | a leaf, or leaves |
+    | on, in the requests (see `split`) | `IN_REQUEST` | yes | `IN_REQUEST` in the structure |
 
     >>> cfg = GenerationConfig(do_sample=True, temperature=0.7)
     >>> cfg.replace(temperature=1).temperature
@@ -101,13 +96,6 @@ class GenerationConfig(GenerationOptions):
 
     # `model` is None until it is set. `model_of` checks configs from callers, so other code can assume a `ModelConfig`.
     model: ModelConfig = None  # pyright: ignore[reportAssignmentType]
-
-    from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
-    from_dict = _Instead("from_hf(fields) reads a dict")
-    from_model_config = _Instead("from_hf(fields, model) reads a dict")
-    save_pretrained = _Instead("save_hf(params, cfg, path) writes it with the parameters, to_hf() returns a dict")
-    to_dict = _Instead("to_hf() returns a dict of the options that differ from their defaults")
-    update = _Instead("replace(...) returns a changed copy")
 
     _inherited = _Inherited()
     # The names of the options that are on.

@@ -9,8 +9,9 @@ from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.keywords import key
 from jaxgen.grammar.references import References
+from jaxgen.grammar.stopping import check_stop
 
-MOST = 60_000  # maximum number of evaluations for one schema
+MOST = 60_000  # maximum number of evaluations and comparisons for one schema
 
 
 class Evaluation:
@@ -24,11 +25,18 @@ class Evaluation:
         self.keys: dict[int, frozenset[str]] = {}  # the keys of each schema's literals
         self.count = 0
 
-    def holds(self, value: Any, schema: Any, depth: int = 0) -> bool | None:
-        """Return True if a value is valid against a schema, False if it is not, and None if that is not known."""
+    def spend(self) -> None:
+        """Count an evaluation or comparison."""
+        check_stop()
         self.count += 1
         if self.count > MOST:
-            raise TooLargeError("the schema has too many literals and alternatives to compare: simplify it")
+            raise TooLargeError(
+                "the schema has too many literals and alternatives to compare: simplify it or use anyOf"
+            )
+
+    def holds(self, value: Any, schema: Any, depth: int = 0) -> bool | None:
+        """Return True if a value is valid against a schema, False if it is not, and None if that is not known."""
+        self.spend()
         if isinstance(schema, bool):
             return schema
         if depth > keywords.DEEPEST:

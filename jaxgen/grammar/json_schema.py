@@ -21,7 +21,7 @@ from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
 from jaxgen.grammar.checks import Checks
-from jaxgen.grammar.disjoint import Overlaps
+from jaxgen.grammar.disjoint import exclude
 from jaxgen.grammar.evaluation import Evaluation, dependents
 from jaxgen.grammar.expression import (
     NOTHING,
@@ -130,7 +130,6 @@ class Converter:
         self.sound, self.leave_out = self.checks.sound, self.checks.leave_out
         self.matches = self.strings.matches
         self.evaluation = Evaluation(self.references, self.sound, self.matches)
-        self.overlaps = Overlaps(self.evaluation, self.sound)
         self.known: dict[Any, Expression] = {}
         self.made: dict[Any, Any] = {}  # schemas that are not in the given one; stored so that their ids stay unique
         self.values = self.steps = 0
@@ -202,7 +201,7 @@ class Converter:
                 if joint.place.depth > keywords.DEEPEST:
                     raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
                 rest.insert(0, (target, path))
-            if schema.get("nullable") and "$schema" not in self.references.root:
+            if self.is_nullable(schema):
                 rest.insert(0, (self.make("nullable", schema, lambda given=schema: _nullable(given)), path))
                 continue
             joint.schemas.append(schema)
@@ -218,12 +217,18 @@ class Converter:
             self.made[kind, id(schema)] = build(), schema
         return self.made[kind, id(schema)][0]
 
+    def is_nullable(self, schema: dict[str, Any]) -> bool:
+        """Return True if a schema also allows null, by OpenAPI's keyword `nullable`."""
+        return bool(schema.get("nullable")) and "$schema" not in self.references.root
+
     def opposite(self, schema: Any, name: str) -> Any:
         """Return a schema for values that are not valid against `schema`."""
         if isinstance(schema, bool):
             return not schema
         self.checks.call(schema, name)
-        found = self.make("not", schema, lambda: negated(self.sound(schema), self.references))
+        sound = self.sound(schema)
+        sound = _nullable(sound) if self.is_nullable(sound) else sound
+        found = self.make("not", schema, lambda: negated(sound, self.references))
         if found is None:
             self.leave_out(name, " has not with keywords that cannot be negated")
             return True
@@ -235,7 +240,7 @@ class Converter:
         if "anyOf" in schema:
             found.append([(part,) for part in schema["anyOf"]])
         if "oneOf" in schema:
-            found.append(self.one_of(schema["oneOf"], place))
+            found.append(self.make("oneOf", schema, lambda: self.one_of(schema["oneOf"], place)))
         if "if" in schema and ("then" in schema or "else" in schema):
             other = self.make("else", schema["if"], lambda: {"not": schema["if"]})
             found.append([(schema["if"], schema.get("then", True)), (other, schema.get("else", True))])
@@ -252,7 +257,8 @@ class Converter:
         for i, schema in enumerate(schemas):
             self.checks.call(schema, f"{place.name}.oneOf[{i}]")
         for i, schema in enumerate(schemas):
-            others = [other for j, other in enumerate(schemas) if j != i and not self.overlaps.excludes(schema, other)]
+            others = [other for j, other in enumerate(schemas) if j != i]
+            others = [other for other in others if not exclude(self.evaluation, schema, other)]
             if others and not self.exclusive:
                 self.leave_out(place.name, " has oneOf, which is read as anyOf")
                 others = []

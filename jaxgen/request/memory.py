@@ -8,29 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 
-from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.decoding.run import Run
-from jaxgen.memory import SMALL, check_free
+from jaxgen.memory import REMEDY, SMALL, check_free
 from jaxgen.model.cache import KVCache
-from jaxgen.model.cache_storage import SCALED
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
-
-# Changes to the arguments of `caches_bytes` that reduce the memory for a call.
-_REMEDIES: dict[str, dict[str, Any]] = {
-    f"cache_dtype={SCALED.name!r}": {"cache_dtype": SCALED.name},
-    "a smaller max_new_tokens": {"capacity": capacity_for(1, recorded=False)},
-    "a smaller num_return_sequences or num_beams": {"sequences": 1},
-    "fewer prompts at once": {"prompts": 1},
-    "fewer slots": {"slots": 1},
-    "prefix_cache_bytes=0": {"prefixes": 0},
-    "a shorter prompt": {"width": prompt_bucket(1)},
-}
 
 
 @functools.lru_cache
@@ -67,8 +53,7 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0
 
     `width` is the width of prompts in the program. `prefixes` and `grammars` are as in `caches_bytes`.
     """
-    needed = functools.partial(
-        caches_bytes,
+    needed = caches_bytes(
         (run.model,) if run.draft is None else (run.model, run.draft.model),
         prompts=run.sizes.prompts,
         sequences=run.needs.sequences,
@@ -82,29 +67,6 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
     count = len(devices)  # on a mesh, all devices store parts of about equal size
-    if (each := needed() // count) > SMALL:
-        check_free("this call needs {}", each, devices, lambda free: remedy(needed, free * count))
-
-
-def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Suggest each change that makes a call fit into `free` bytes, or a combination if no single change suffices.
-
-    Given keyword arguments that change the call, `needed` returns the number of bytes that the changed call
-    requires. `more` contains changes to consider in addition to those in `_REMEDIES`.
-    """
-    remedies = {**(more or {}), **_REMEDIES}
-    if needed.keywords["slots"] is None:
-        del remedies["fewer slots"]
-
-    def fit(names: Iterable[str]) -> bool:
-        return needed(**{argument: value for name in names for argument, value in remedies[name].items()}) <= free
-
-    if alone := [name for name in remedies if fit([name])]:
-        return " or ".join(alone)
-    if not fit(remedies):
-        return "a smaller model or a machine with more memory"
-    together = list(remedies)
-    for name in remedies:
-        if fit(others := [other for other in together if other != name]):
-            together = others
-    return " and ".join(together)
+    if (each := needed // count) > SMALL:
+        remedy = f"{REMEDY}, or prefix_cache_bytes=0" if prefixes else REMEDY
+        check_free("this call needs {}", each, devices, remedy)

@@ -1,15 +1,15 @@
 """A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
 Jinja's own sandbox isolates a template from the machine, but limits neither its time nor its memory. This sandbox
-measures every value that a template creates; if a value could be huge, its size is estimated beforehand. Because sizes
-are limited, no single operation takes long. Checking the clock between operations limits the total time, and works in
-any thread.
+measures every value that a template creates, and refuses a call whose result could be huge. Because sizes are limited,
+no single operation takes long. Checking the clock between operations limits the total time, and works in any thread. A
+single operation of a hostile template may still take a second and some hundred MB.
 """
 
 import contextvars
 import re
 import time
-from collections.abc import Callable, Mapping, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,8 @@ SECONDS = 1.0  # maximum CPU time; each million input characters adds `SECONDS` 
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300  # growth of `LARGEST` and `_ALL` per input character
 _STEPS = 32  # number of steps between two checks of the clock
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_FACTOR = 100  # values for which only an upper bound is known may be this many times as large
 _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
@@ -33,18 +34,14 @@ _LARGEST_INTEGER = 100_000  # bits
 # A field is rejected if it has a width of four digits, takes its width from an argument, or reads an attribute or item.
 # The name in "%(name)9s" can contain any character, and the pattern for "%" does not find where the name ends. A text
 # with "%(" is therefore rejected if it contains four digits in a row.
+_BRACES = re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]")
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
-    "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
+    "format": _BRACES,
+    "format_map": _BRACES,
 }
-# Filters and methods that can insert an argument into a value many times.
-_MULTIPLYING = {"expandtabs", "indent", "replace", "tojson"}
-# Filters and methods that take a number of characters or items as an argument.
-_LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
-# Filters that can read an attribute of each item, or a path of attributes such as "a.b.c".
-_BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
 # These filters and methods can take quadratic time, and no known template uses them.
-_REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
+_REFUSED = set("decode encode pprint striptags urlize wordwrap".split())
 
 
 class TooMuch(BaseException):
@@ -81,25 +78,24 @@ class _Limits:
         if size > self.largest:
             raise TooMuch(f"creates a value of more than {self.largest:,} characters")
 
-    def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Reject a filter or string method whose result may be too large. `sign` ("{" or "%") begins a format field."""
-        positional, arguments = arguments, (*arguments, *named.values())
+    def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping[str, Any] = _NONE) -> None:
+        """Reject a filter or string method whose result could be more than `_FACTOR` times too large.
+
+        The bound assumes that the result contains the arguments once for each character of `value`, and that an integer
+        argument is a number of characters.
+        """
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not allowed")
-        if name in ("format", "format_map"):
-            if _WIDE[sign].search(str(value)):
-                raise TooMuch("has a format field with a width of more than 999 characters, an attribute or an item")
-            self.check(len(str(value)) + str(value).count(sign) * size_of(arguments, self.largest))
-        elif name == "replace" and isinstance(value, str) and len(positional) > 1 and not named:
-            self.check(len(value) + value.count(str(positional[0])) * _extent(positional[1]))
-        elif name == "join":
-            self.check(size_of(value, self.largest) + len(value) * sum(map(_extent, arguments)))
-        elif name in _MULTIPLYING:
-            self.check(size_of(value, self.largest) * (1 + sum(map(_extent, arguments))))
-        elif name in _LENGTHENING:
-            self.check(sum(map(_extent, arguments)))
-        elif name in _BY_ATTRIBUTE and any(str(argument).count(".") > 99 for argument in arguments):
-            raise TooMuch(f"passes an attribute of more than 100 parts to {name}")
+        if name in _WIDE and _WIDE[name].search(str(value)):
+            raise TooMuch("has a format field with a width of more than 999 characters, an attribute or an item")
+        if name in ("default", "d"):  # returns one of its arguments
+            return
+        extent = sum(map(_extent, (*arguments, *named.values())))
+        if name == "replace" and isinstance(value, str) and len(arguments) > 1 and not named:
+            times = value.count(str(arguments[0]))
+        else:
+            times = size_of(value, self.largest)
+        self.check(max(extent, times * extent // _FACTOR))
 
 
 _limits: contextvars.ContextVar[_Limits] = contextvars.ContextVar("limits")
@@ -141,13 +137,13 @@ def size_of(value: Any, largest: int) -> int:
 
 
 def _extent(value: Any) -> int:
-    return abs(value) if isinstance(value, int) else len(str(value))
+    return abs(value) if isinstance(value, int) else size_of(value, 10**9)
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits. Call `render` to render its templates."""
 
-    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
         super().__init__(finalize=_output, **options)
@@ -158,14 +154,20 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             **filters,
             "counted": lambda value: value,
             "steps": lambda number: _limits.get().count(number),
+            "concatenated": lambda values: self.concat(map(str, values)),
         }
-        plain.filters["concatenated"] = self._concatenated
+        plain.getitem = self.getitem
         self.filters = {name: _limited(name, plain.call_filter) for name in plain.filters}
-        self.tests = {name: _limited(name, plain.call_test) for name in plain.tests}
+        self.tests = {name: _limited(name, plain.call_test, checked=False) for name in plain.tests}
 
     def from_string(self, source: Any, *arguments: Any, **named: Any) -> jinja2.Template:
         """Compile a template."""
         return super().from_string(_Counting().visit(self.parse(source)), *arguments, **named)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return an item or attribute; the filters read each part of a path such as "a.b.c" by this method."""
+        _limits.get().count(1)
+        return super().getitem(obj, argument)
 
     def concat(self, pieces: Any) -> str:  # type: ignore[override]
         """Join the output of a template, a macro or a block."""
@@ -176,14 +178,11 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             kept.append(piece)
         return limits.counted("".join(kept))
 
-    def _concatenated(self, values: Any) -> str:
-        return self.concat(map(str, values))
-
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute `left operator right`."""
         limits = _limits.get()
         if operator == "%" and isinstance(left, str):
-            limits.check_call("format", left, (right,), sign="%")
+            limits.check_call("%", left, (right,))
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length()
             if (bits * abs(right) if operator == "**" else bits + right.bit_length()) > _LARGEST_INTEGER:
@@ -195,25 +194,25 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
-        owner = getattr(method, "__self__", None)
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if len(arguments) > 99:  # a macro can output all its arguments
             limits.counted(arguments)
-        if isinstance(owner, str | bytes | int) and method.__name__ == "join":
-            arguments = tuple(map(list, arguments))
-            limits.check_call("join", [item for items in arguments for item in items], (owner,))
-        elif isinstance(owner, str | bytes | int):
-            limits.check_call(method.__name__, owner, arguments, named)
+        if isinstance(owner, str | bytes | int):
+            if name == "join":
+                arguments = tuple(map(list, arguments))
+            limits.check_call(name, owner, arguments, named)
         return limits.counted(super().call(__context, __obj, *arguments, **named))
 
 
-def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a jinja filter or jinja test within the limits."""
+def _limited(name: str, call: Callable[..., Any], checked: bool = True) -> Callable[..., Any]:
+    """Return a function that calls a jinja filter or jinja test within the limits; `checked` is False for a test."""
 
     @jinja2.pass_context  # keeps jinja from calling the function at compile time
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
         limits = _limits.get()
-        value = list(value) if name == "join" else value
-        limits.check_call(name, value, arguments, named, "%")
+        value = list(value) if name == "join" or isinstance(value, Iterator) else value
+        if checked:
+            limits.check_call("%" if name == "format" else name, value, arguments, named)
         return limits.counted(call(name, value, arguments, named, context=context))
 
     return call_within_limits
@@ -237,8 +236,7 @@ class _Namespace(jinja2.utils.Namespace):
 class _Counting(jinja2.visitor.NodeTransformer):
     """Rewrites a template to count loop iterations, macro calls, and operations that do not call the environment.
 
-    A comparison with a constant is cheap, so it has no counter of its own, and adds only one step to the enclosing loop
-    iteration or macro call.
+    A comparison with a constant is cheap, so it only adds one step to the enclosing loop iteration or macro call.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

@@ -123,7 +123,7 @@ class TestForms:
             (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
             if count == 2:
                 assert run(*words) == (0, "", "")
-        assert "is free: try a smaller --num-return-sequences" in refused(*words)
+        assert "is free: try fewer prompts, sequences or slots at a time" in refused(*words)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("form", [[], ["--max-time", 1000]])

@@ -98,31 +98,28 @@ def test_the_text(refusal, checkpoint):
     size = weights_bytes(checkpoint) / 1e6
     text = refusal(1000)
     assert text.startswith("this request needs 0.")
-    assert f"({size:.1f} MB of weights), but only 0.0 MB is free: try a smaller model or a machine with more" in text
+    assert f"({size:.1f} MB of weights), but only 0.0 MB is free: try fewer prompts" in text
 
 
 @pytest.mark.parametrize(
-    ("request_", "remedy"),
+    "request_",
     [
-        ({"max_new_tokens": 30_000}, "a smaller max_new_tokens"),
-        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller num_return_sequences or num_beams"),
-        ({"prompts": 1000}, "fewer prompts at once"),
-        ({"width": 20_000}, "a shorter prompt"),
-        ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller max_new_tokens and a shorter prompt"),
-        ({"prompts": 16, "width": 1500}, "fewer prompts at once or a shorter prompt"),
+        {"max_new_tokens": 30_000},
+        {"num_return_sequences": 1000, "do_sample": True},
+        {"prompts": 1000},
+        {"width": 20_000},
     ],
 )
-def test_a_remedy_for_what_is_large(refusal, request_, remedy):
+def test_each_part_of_a_request_counts(refusal, request_):
     assert refusal(1_000_000) == ""
-    assert refusal(1_000_000, **request_).endswith(f": try {remedy}")
+    assert refusal(1_000_000, **request_).endswith("--quantize, or a smaller model")
 
 
-def test_bfloat16_where_it_helps(refusal, checkpoint):
+def test_bfloat16_counts(refusal, checkpoint):
     free = weights_bytes(checkpoint)  # leaves nothing for the cache
     for dtype in (None, "float32"):
-        assert refusal(free, dtype=dtype).endswith("is free: try --dtype bfloat16 or --quantize int8")
+        assert refusal(free, dtype=dtype)
     assert refusal(free, dtype="bfloat16") == refusal(free, dtype="float16") == ""
-    assert "bfloat16" not in refusal(free, dtype="bfloat16", width=20_000)
 
 
 def test_the_accelerator_is_named(checkpoint, monkeypatch):

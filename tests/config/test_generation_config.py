@@ -394,24 +394,6 @@ def test_null_in_a_file_means_that_an_option_is_not_set():
             GenerationConfig(**{name: None})
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("from_pretrained", r"load_hf\(path\)"),
-        ("from_dict", r"from_hf\(fields\)"),
-        ("from_model_config", r"from_hf\(fields, model\)"),
-        ("save_pretrained", r"save_hf\(params, cfg, path\)"),
-        ("to_dict", r"to_hf\(\)"),
-        ("update", r"replace\(...\)"),
-    ],
-)
-def test_methods_of_transformers_name_ours(name, remedy):
-    for owner in (GenerationConfig, GenerationConfig()):
-        assert not hasattr(owner, name)
-        with pytest.raises(AttributeError, match=f"GenerationConfig has no {name}: {remedy}"):
-            getattr(owner, name)
-
-
 def test_from_and_to_hf():
     text = """{"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643],
     "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0"}"""

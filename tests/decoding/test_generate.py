@@ -348,17 +348,7 @@ def test_other_keywords_are_refused(kwargs, error, message):
         (lambda: generate(PARAMS, input_ids=[[1]]), r"generate\(\) has no input_ids: pass the prompts as ids"),
         (lambda: generate(PARAMS, inputs=[[1]]), r"generate\(\) has no inputs: pass the prompts as ids"),
         (lambda: generate(PARAMS, [[1]], None, generation_config=CFG), "has no generation_config: .* as cfg"),
-        (
-            lambda: generate(PARAMS, [[1]], CFG),
-            r"'cfg': call generate\(params, ids, key, cfg, ...\); key is None where",
-        ),
-        (
-            lambda: generate(PARAMS, [[1]], None, CFG, None),
-            r"too many positional arguments: call generate\(params, ids, ",
-        ),
-        (lambda: generate(PARAMS, [[1]], None, CFG, ids=[[1]]), r"multiple values for argument 'ids': call generate\("),
         (lambda: prefill(PARAMS, input_ids=[[1]]), r"prefill\(\) has no input_ids"),
-        (lambda: prefill(PARAMS, [[1]]), r"'cfg': call prefill\(params, ids, cfg, ...\)$"),
         (lambda: score(PARAMS, [[1]], CFG, temperature=0.5), r"score\(\) has no temperature.*cfg.replace\(temp"),
     ],
 )

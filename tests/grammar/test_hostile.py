@@ -291,6 +291,20 @@ def test_one_of_schemas_that_overlap(schemas):
 @pytest.mark.parametrize(
     "schema",
     [
+        {"oneOf": [{"enum": [1], "nullable": True}, {"type": ["null", "string"]}]},
+        {"not": {"enum": ["a"], "nullable": True}, "type": ["null", "string", "integer"]},
+    ],
+)
+def test_null_of_a_nullable_schema_is_excluded_too(schema):
+    joint = compile_schema(schema)
+    assert not accepts(joint, "null")
+    assert accepts(joint, '"b"')
+    assert accepts(joint, "1")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"type": "string", "maxLength": 10**400},
         {"type": "array", "maxItems": 10**400, "items": {"type": "null"}},
         {"type": "string", "format": "uri", "maxLength": 2083},

@@ -16,6 +16,7 @@ from jaxgen import Continuation, GenerateOutput
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text.cleaning import clean_up
 from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer
+from tests.support.bounded import bounded
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
 BYTE_LEVEL = byte_level()
@@ -913,7 +914,7 @@ class TestFiles:
         with pytest.raises(ConfigError, match=name):
             Tokenizer.from_pretrained(tmp_path)
 
-    def test_a_panic_is_one_error_and_prints_nothing(self, tmp_path, capfd):
+    def test_a_panic_is_one_error(self, tmp_path):
         save(tmp_path, byte_level_backend())
         content = json.loads((tmp_path / "tokenizer.json").read_text())
         content["model"]["continuing_subword_prefix"] = "##"
@@ -925,33 +926,14 @@ class TestFiles:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match="chunk size must be non-zero"):
             Tokenizer.from_pretrained(tmp_path)
-        assert capfd.readouterr().err == ""
 
-    @pytest.mark.parametrize(
-        ("pattern", "explosive"),
-        [
-            ("(a+)+$", True),
-            ("(a|a)*", True),
-            ("((a*))*", True),
-            ("(?:(?:a| )+)+", True),
-            ("(a{2}){3}", True),
-            ("(ab)+|c", False),
-            ("[(+]+", False),
-            (r"\(a+\)+", False),
-            ("[]+]+[^])*]*", False),
-            ("(?i:'s|'t)?", False),
-            (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", False),
-        ],
-    )
-    def test_regular_expressions_that_may_take_for_ever(self, tmp_path, pattern, explosive):
+    @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$"])
+    def test_a_regular_expression_with_exponential_time_is_an_error(self, tmp_path, pattern):
         backend = byte_level_backend()
         backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-        save(tmp_path, backend)
-        if explosive:
-            with pytest.raises(ConfigError, match="repeats a group"):
-                Tokenizer.from_pretrained(tmp_path)
-        else:
-            Tokenizer.from_pretrained(tmp_path)
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend))
+        with bounded(), pytest.raises(ConfigError, match=r"the tokenizer fails: .*retry-limit"):
+            tok.encode("a" * 2000 + "b")
 
     @pytest.mark.parametrize(
         "config",
