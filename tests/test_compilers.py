@@ -15,7 +15,7 @@ import pytest
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.engine.tables import CAPACITY, GrammarTable
+from jaxgen.engine.automaton_tables import CAPACITY, GrammarTable
 from jaxgen.grammar import row_parts
 from jaxgen.model import cache_storage, workarounds
 from jaxgen.model.linear import _plain

@@ -15,9 +15,9 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded, seed_words
+from jaxgen.engine.automaton_tables import grammar_sizes
 from jaxgen.engine.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.engine.forms import ENTRIES, Form, per_prompt_options
-from jaxgen.engine.tables import grammar_sizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible

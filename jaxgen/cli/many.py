@@ -34,7 +34,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.fields import GRAMMARS
-from jaxgen.engine.many import by_prompt, ended, in_order
+from jaxgen.engine.many_prompts import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate

@@ -11,15 +11,15 @@ import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
-from jaxgen.engine.device import Device, Loop, committed
+from jaxgen.engine.automaton_tables import CAPACITY, tables_of
+from jaxgen.engine.device_loop import Device, Loop, committed
 from jaxgen.engine.fields import LARGEST_INDEX, as_fields
 from jaxgen.engine.forms import ENTRIES, Form, Prompt
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull
 from jaxgen.engine.runner import STEPS, Runner
 from jaxgen.engine.schedule import Counts, Flight, Schedule
-from jaxgen.engine.tables import CAPACITY, tables_of
 from jaxgen.errors import InputError, check_whole
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton

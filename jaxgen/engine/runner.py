@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine.device import Device
+from jaxgen.engine.automaton_tables import Table
+from jaxgen.engine.device_loop import Device
 from jaxgen.engine.home import EngineClosed, Home
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.schedule import Flight, Pace, Schedule
-from jaxgen.engine.tables import Table
 
 STEPS = 8  # maximum number of steps in a chunk
 # While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine

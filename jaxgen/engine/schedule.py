@@ -14,9 +14,9 @@ import numpy as np
 from jaxgen.decoding.chunks import Arrivals
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY
+from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.forms import Form, Prompt
-from jaxgen.engine.prefixes import Claim, Prefixes
-from jaxgen.engine.tables import Table
+from jaxgen.engine.prefix_index import Claim, Prefixes
 from jaxgen.engine.waiting import Waiting
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk

@@ -14,9 +14,9 @@ from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.request import Request
-from jaxgen.engine.device import Loop
+from jaxgen.engine.device_loop import Loop
 from jaxgen.engine.forms import Form
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Schedule
 from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms

@@ -21,11 +21,11 @@ from jaxgen import (
     generate,
     shard_params,
 )
+from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
-from jaxgen.engine.many import generate_many
+from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
-from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of
 from tests.support import slot_loops

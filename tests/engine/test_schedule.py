@@ -7,12 +7,12 @@ import pytest
 
 from jaxgen import GenerationConfig, StopReason
 from jaxgen.decoding.queue import NOBODY
+from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.forms import Form
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Flight, Pace, Schedule
-from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
-from tests.engine.test_tables import VOCAB, grammar
+from tests.engine.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)

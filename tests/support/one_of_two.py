@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
+from jaxgen.engine.automaton_tables import CAPACITY, tables_of
 from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.tables import CAPACITY, tables_of
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.tokenizers import byte_level
 

@@ -12,11 +12,11 @@ from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.engine.device import Loop, trace
+from jaxgen.engine.automaton_tables import GrammarTable
+from jaxgen.engine.device_loop import Loop, trace
 from jaxgen.engine.forms import Form
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Schedule
-from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from tests.support.models import model_config
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, TokenAutomaton
-from jaxgen.engine.tables import CAPACITY, GrammarTable, StopTable
+from jaxgen.engine.automaton_tables import CAPACITY, GrammarTable, StopTable
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.grammar.token_automaton import Capacity
 from tests.support.compilations import compilations
