@@ -61,7 +61,7 @@ def with_hints(function: Callable[P, T]) -> Callable[P, T]:
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         for name in named:
             if name not in signature.parameters:
-                _refuse_argument(function.__name__, name, signature.parameters)
+                refuse_argument(function.__name__, name, signature.parameters)
         try:
             signature.bind(*arguments, **named)
         except TypeError as error:
@@ -72,7 +72,8 @@ def with_hints(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn:
+def refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn:
+    """Raise the error for an argument that a function does not have. `known` contains the arguments that it has."""
     if name in OPTIONS:
         raise TypeError(f"{function}() has no {name}, which is an option of the config: use cfg.replace({name}=...)")
     if name in _ELSEWHERE:

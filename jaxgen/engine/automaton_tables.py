@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import power_of_two
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.row_parts import BLOCK
 from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
@@ -21,8 +22,6 @@ from jaxgen.grammar.token_table import compact
 from jaxgen.programs import Program
 from jaxgen.text.tokenizer import Tokenizer
 
-# The default sizes of an engine's table of grammars. With a vocabulary of 151,936 tokens, the table takes 29 MB.
-CAPACITY = Capacity(states=2**16, transitions=2**19, classes=4096, automata=64)
 _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that are written at a time
 
 
@@ -206,23 +205,26 @@ class StopTable(Table):
         self.joint = dataclasses.replace(joint, spans_prompt=self._spans_prompt)
 
 
-def tables_of(
-    vocab: int, grammars: Capacity, tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
-) -> dict[str, Table]:
+def tables_of(vocab: int, sizes: EngineSizes, tokenizer: Tokenizer | None, stop_in_prompt: bool) -> dict[str, Table]:
     """Return empty tables by name: one for grammars and, if there is a tokenizer, one for stop strings."""
-    tables: dict[str, Table] = {"allowed": GrammarTable(vocab, grammars)}
+    tables: dict[str, Table] = {"allowed": GrammarTable(vocab, grammar_capacity(sizes))}
     if tokenizer is not None:
-        tables["stop_strings"] = StopTable(tokenizer, vocab, stop_states, stop_in_prompt)
+        tables["stop_strings"] = StopTable(tokenizer, vocab, sizes.stop_states, stop_in_prompt)
     return tables
 
 
-def grammar_sizes(automata: Iterable[TokenAutomaton]) -> dict[str, int]:
-    """Return the sizes of an engine's table of grammars that accepts each of the automata, as arguments of `Engine`."""
-    automata = list(automata)
+def grammar_capacity(sizes: EngineSizes) -> Capacity:
+    """Return the size of an engine's table of grammars."""
+    return Capacity(sizes.grammar_states, sizes.grammar_transitions, sizes.grammar_classes, sizes.grammars)
+
+
+def with_space_for(automata: Collection[TokenAutomaton], sizes: EngineSizes) -> EngineSizes:
+    """Return sizes that are large enough for each of the automata."""
     needs = [automaton.needs for automaton in automata]
-    classes = max(max(need.classes for need in needs), 8 * max(automaton.longest_row for automaton in automata))
-    return {
-        "grammar_states": max(CAPACITY.states, 2 * max(need.states for need in needs)),
-        "grammar_transitions": max(CAPACITY.transitions, 2 * max(need.transitions for need in needs)),
-        "grammar_classes": power_of_two(classes, CAPACITY.classes),
-    }
+    classes = [size for each in automata for size in (each.needs.classes, 8 * each.longest_row)]
+    return dataclasses.replace(
+        sizes,
+        grammar_states=max([sizes.grammar_states, *(2 * need.states for need in needs)]),
+        grammar_transitions=max([sizes.grammar_transitions, *(2 * need.transitions for need in needs)]),
+        grammar_classes=power_of_two(max(classes, default=1), sizes.grammar_classes),
+    )

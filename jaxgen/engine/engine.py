@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxgen.config.availability import refuse_argument
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
-from jaxgen.engine.automaton_tables import CAPACITY, tables_of
+from jaxgen.engine.automaton_tables import grammar_capacity, tables_of
 from jaxgen.engine.device_loop import Device, Loop, committed
+from jaxgen.engine.engine_sizes import SIZES, EngineSizes
 from jaxgen.engine.fields import LARGEST_INDEX, as_fields
-from jaxgen.engine.forms import ENTRIES, Form, Prompt
+from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull
 from jaxgen.engine.runner import STEPS, Runner
 from jaxgen.engine.schedule import Counts, Flight, Schedule
-from jaxgen.errors import InputError, check_whole
+from jaxgen.errors import InputError, shown
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
-from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
@@ -50,26 +53,19 @@ class Engine:
         cfg: the config, whose options apply to prompts that do not set their own. `max_new_tokens` is also the maximum
             that a prompt may set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
-        slots: the number of sequences that are decoded at a time.
-        prompt_width: the maximum number of tokens in a prompt.
+        sizes: the sizes; see `EngineSizes`.
+        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         prompt_options: the options that a prompt may set; each must allow one value per prompt. None allows all. With
             fewer options, the program compiles faster. Options that `cfg` turns on are always included.
-        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
-        most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
-        grammar_states, grammar_transitions, grammar_classes, grammars: the size of the table of grammars, which all
-            prompts in flight share: the numbers of states and transitions (one grammar may use half of them), of token
-            classes in one grammar, and of different grammars. See docs/engine.md.
-        stop_states: the number of states in the table of stop strings. A string needs about one state per byte.
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, a stop string
             must be entirely in the answer, as in OpenAI's API.
-        id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
-        prefix_cache_bytes: the size limit of the prefix store. A prompt that starts with the same tokens as an
-            earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
-            all slots need less. There is no store if `prefix_cache_bytes` is 0 or the engine has a hook.
-        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
+        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. With a hook, there is no prefix
+            store.
+        **own_sizes: fields of `EngineSizes`, such as `slots` and `prompt_width`, which replace those of `sizes`.
 
     Attributes:
-        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments with which the engine was created.
+        cfg, tokenizer, sizes: the arguments with which the engine was created.
+        slots, prompt_width, id_entries, most_waiting: the sizes of these names.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`, or for an option that an engine does not support.
@@ -82,52 +78,41 @@ class Engine:
         cfg: GenerationConfig,
         key: jax.Array | None = None,
         *,
-        slots: int = 32,
-        prompt_width: int = 1024,
-        prompt_options: Collection[str] | None = None,
+        sizes: EngineSizes | None = None,
         tokenizer: Tokenizer | None = None,
-        most_waiting: int = 1024,
-        grammar_states: int = CAPACITY.states,
-        grammar_transitions: int = CAPACITY.transitions,
-        grammar_classes: int = CAPACITY.classes,
-        grammars: int = CAPACITY.automata,
-        stop_states: int = 1024,
+        prompt_options: Collection[str] | None = None,
         stop_in_prompt: bool = True,
-        id_entries: int = ENTRIES,
-        prefix_cache_bytes: int | None = None,
         logits_processor: Sequence[Callable] | None = None,
         stopping_criteria: Sequence[Callable] | None = None,
         hook: StepHook | None = None,
+        **own_sizes: int | None,
     ):
         check_call(params, cfg)
-        sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most_waiting, "id_entries": id_entries}
-        capacity = Capacity(grammar_states, grammar_transitions, grammar_classes, grammars)
-        sizes |= {f"grammar_{name}": size for name, size in capacity._asdict().items() if name != "automata"}
-        sizes |= {"grammars": grammars, "stop_states": stop_states}
-        for name, size in sizes.items():
-            check_whole(name, size)
-        self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
-        self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
+        sizes = _sizes(sizes, own_sizes)
+        self.cfg, self.tokenizer, self.sizes = cfg, tokenizer, sizes
+        self.slots, self.prompt_width = sizes.slots, sizes.prompt_width
+        self.id_entries, self.most_waiting = sizes.id_entries, sizes.most_waiting
         key = typed_key(key)
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
         key_impl = str(jax.random.key_impl(key))
-        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl, adapter_count(params))
+        width, adapters = sizes.prompt_width, adapter_count(params)
+        self._form = Form(cfg, tokenizer, width, prompt_options, sizes.id_entries, key_impl, adapters)
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
-        loop = Loop.of(self._form, extensions, slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
+        prefixes = Prefixes.of(self._form.full, sizes, hook is not None)
+        loop = Loop.of(self._form, extensions, sizes.slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
         vocab = cfg.model.vocab_size
-        device = Device(params, loop, prefixes.bytes(self._form.full), capacity.bytes(vocab))
-        self._tables = tables_of(vocab, capacity, tokenizer, stop_states, stop_in_prompt)
+        device = Device(params, loop, prefixes.bytes(self._form.full), grammar_capacity(sizes).bytes(vocab))
+        self._tables = tables_of(vocab, sizes, tokenizer, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
-        self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
+        self._schedule = Schedule(self._form, self._tables, loop.places, sizes.slots, key_data, prefixes)
         no_arrivals, tables = self._schedule.no_arrivals(), {name: table.joint for name, table in self._tables.items()}
         mesh, processes = mesh_of(params), None
         params = params if mesh is not None else committed(params, params)
         if mesh is not None and mesh.is_multi_process:
-            sizes = slots, prompt_width, *capacity, stop_states, id_entries, prefixes.places
-            processes = Processes(no_arrivals, tables, repr((cfg, cfg.model, stop_in_prompt, *sizes)))
+            arguments = repr((cfg, cfg.model, stop_in_prompt, sizes, prefixes.places))
+            processes = Processes(no_arrivals, tables, arguments)
         device.open(params, no_arrivals, tables)
         self._leads, self._next_index = processes is None or jax.process_index() == 0, 0
         self._runner = Runner(self, device, self._schedule, self._tables, processes, self._leads, params)
@@ -357,3 +342,13 @@ class Engine:
         # thread has ended before blocks in generators are left.
         if not self._runner.is_exiting and self._home.is_this_process:
             self.close(drain=error is None)
+
+
+def _sizes(sizes: EngineSizes | None, own_sizes: dict[str, Any]) -> EngineSizes:
+    """Return `sizes` with some fields replaced; raise an error if a field does not exist or a size is invalid."""
+    if not isinstance(sizes, EngineSizes | None):
+        raise TypeError(f"sizes must be an EngineSizes, got {shown(sizes)}")
+    for name in own_sizes:
+        if name not in SIZES:
+            refuse_argument("Engine", name, [*SIZES, *inspect.signature(Engine).parameters][:-1])
+    return dataclasses.replace(sizes or EngineSizes(), **own_sizes)

@@ -30,8 +30,6 @@ def generate_many(
     key: jax.Array | None,
     cfg: GenerationConfig,
     *,
-    slots: int = 32,
-    prompt_width: int = 1024,
     tokenizer: Tokenizer | None = None,
     ordered: bool = False,
     progress: bool = False,
@@ -57,14 +55,11 @@ def generate_many(
             with the same index are an error; in a list, before the first answer.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
-        slots: the number of sequences that are decoded at a time.
-        prompt_width: the maximum number of tokens in a prompt.
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
         progress: if True, show a progress bar of tqdm on stderr, which counts answered prompts.
-        **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_transitions`,
-            `grammar_classes`, `grammars`, `stop_states`, `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`,
-            `logits_processor`, `stopping_criteria`, `hook`.
+        **engine: more arguments for `Engine`: `sizes` or its fields, such as `slots` and `prompt_width`;
+            `prompt_options`, `stop_in_prompt`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field or the index of another
@@ -72,8 +67,6 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
-    sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most}
     is_shown, total = progress and jax.process_index() == 0, len(prompts) if isinstance(prompts, Sized) else None
     if isinstance(prompts, Sequence):
         collections.deque(_distinct(prompts), maxlen=0)  # raises an error before the first answer
@@ -81,9 +74,9 @@ def generate_many(
         prompts = _distinct(prompts)
     with (
         progress_bar(is_shown, "answering", total, "prompts") as add,
-        Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made,
+        Engine(params, cfg, key, tokenizer=tokenizer, **engine) as made,
     ):
-        completions = _counted(ended(made, prompts, most), made, add) if made.leads else iter(())
+        completions = _counted(ended(made, prompts), made, add) if made.leads else iter(())
         if ordered:
             for _, group in in_order(by_prompt(completions)):
                 yield from group
@@ -111,11 +104,9 @@ def _counted(
         yield place, completion, is_last
 
 
-def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
-
-    There are never more than `most` prompts in the engine. The engine must accept at least `most` waiting prompts.
-    """
+def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Completion, bool]]:
+    """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered."""
+    limit = 4 * engine.slots  # of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
@@ -148,7 +139,7 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
             yield place, _failed(given, error), True
             continue
         running[place] = handle, set(range(handle.sequences))
-        while len(running) >= most or not happened.empty():
+        while len(running) >= limit or not happened.empty():
             yield next_one()
     while running:
         yield next_one()

@@ -11,7 +11,8 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.pool import chunk_size
 from jaxgen.decoding.prefixes import NOWHERE
-from jaxgen.errors import InputError, check_whole
+from jaxgen.engine.engine_sizes import EngineSizes
+from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes
 
 _BYTES = 2**28  # default size of the store, unless the prompts of all slots need less
@@ -53,28 +54,27 @@ class Prefixes:
         self._epoch = 0
 
     @classmethod
-    def of(
-        cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None, hooked: bool = False
-    ) -> Prefixes:
-        """Return an empty index for a store of at most `most_bytes` bytes and prompts of at most `width` tokens.
+    def of(cls, cfg: GenerationConfig, sizes: EngineSizes, hooked: bool = False) -> Prefixes:
+        """Return an empty index for the store of an engine.
 
         With a hook, there is no store, because the hook may change the model's inputs. Equal tokens may then have
         different keys and values.
         """
-        if hooked and most_bytes:
+        width, limit = sizes.prompt_width, sizes.prefix_cache_bytes
+        if hooked and limit:
             raise InputError(
                 "prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt"
             )
-        most_bytes = 0 if hooked else most_bytes
+        limit = 0 if hooked else limit
         chunk = chunk_size(cfg, width)
         most, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
-        if most_bytes is None:
-            return cls(min(_BYTES // size, slots * most), chunk, most)
-        if 0 < check_whole("prefix_cache_bytes", most_bytes, 0) < size:
+        if limit is None:
+            return cls(min(_BYTES // size, sizes.slots * most), chunk, most)
+        if 0 < limit < size:
             raise InputError(
-                f"prefix_cache_bytes={most_bytes} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
+                f"prefix_cache_bytes={limit} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
             )
-        return cls(most_bytes // size if most else 0, chunk, most)
+        return cls(limit // size if most else 0, chunk, most)
 
     def bytes(self, cfg: GenerationConfig) -> int:
         """Return the size of the store in bytes."""

@@ -136,8 +136,7 @@ def test_a_neighbor_with_more_options_changes_no_bit(engine):
 
 def test_generate_many_names_the_arguments_of_an_engine():
     own, engine = (inspect.signature(function).parameters for function in (generate_many, Engine))
-    assert own["prompt_width"] == engine["prompt_width"]
-    more = set(engine) - set(own) - {"most_waiting"}  # generate_many sets it
+    more = set(engine) - set(own) - {"own_sizes"}
     assert [name for name in more if f"`{name}`" not in generate_many.__doc__.partition("**engine")[2]] == []
 
 
@@ -688,6 +687,10 @@ def test_threads_lose_nothing_and_get_nothing_twice(engine):
         ({"slots": 0}, InputError, "slots must be at least 1, got 0"),
         ({"prompt_width": 2.0}, TypeError, "prompt_width must be a whole number"),
         ({"stop_states": 0}, InputError, "stop_states must be at least 1"),
+        ({"sizes": {"slots": 2}}, TypeError, "sizes must be an EngineSizes, got {'slots': 2}"),
+        ({"slot": 2}, TypeError, "Engine.. has no argument 'slot': did you mean 'slots'"),
+        ({"tokeniser": TOK}, TypeError, "Engine.. has no argument 'tokeniser': did you mean 'tokenizer'"),
+        ({"top_k": 5}, TypeError, r"Engine.. has no top_k, .* use cfg.replace\(top_k=...\)"),
         ({"prompt_width": 10**9}, InputError, "this call needs .* try a shorter prompt"),
         ({"key": None}, InputError, "sampling needs a key"),
         ({"cfg": CFG.replace(output_scores=True)}, ConfigError, "output_scores is not offered"),

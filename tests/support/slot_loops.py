@@ -14,6 +14,7 @@ from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.device_loop import Loop, trace
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Schedule
@@ -50,7 +51,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     """Return the instructions that copy caches or the table of grammars in the loops of an engine's program."""
     cfg = config(dtype)
     model = model_of(cfg)
-    form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
+    form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, EngineSizes(slots=SLOTS, prompt_width=WIDTH))
     loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).no_arrivals()
