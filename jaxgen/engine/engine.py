@@ -20,7 +20,7 @@ from jaxgen.engine.fields import LARGEST_INDEX, as_fields
 from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
-from jaxgen.engine.results import Event, EventReader, Handle, QueueFull
+from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
 from jaxgen.engine.runner import STEPS, Runner
 from jaxgen.engine.schedule import Counts, Flight, Schedule
 from jaxgen.errors import InputError, shown
@@ -208,11 +208,10 @@ class Engine:
             if "index" not in prompt:
                 read = dataclasses.replace(read, index=self._next_index)
             self._next_index = max(self._next_index, read.index + 1) % (LARGEST_INDEX + 1)
-            flight = Flight(read, None, automata, group)
-            flight.owner = Handle(read, self.tokenizer, listener, self._runner.canceller(flight), self._home)
+            flight = Flight(read, Results(read, listener), automata, group)
             self._schedule.waiting.add(flight)
             self._changed.notify_all()
-        return flight.owner
+        return Handle(flight.results, self.tokenizer, self._runner.canceller(flight), self._home)
 
     def _wait_for_space(self, timeout: float | None) -> None:
         """Wait until another prompt may be submitted."""

@@ -116,11 +116,11 @@ class Runner:
     def _cancel(self, flight: Flight) -> None:
         """Cancel a prompt on behalf of its handle."""
         with self.changed:
-            if flight.owner.done or self.error is not None:
+            if flight.results.done or self.error is not None:
                 return
             self.schedule.cancel(flight)
             self.changed.notify_all()
-        flight.owner._end(StopReason.CANCELLED)
+        flight.results.end(StopReason.CANCELLED)
 
     def check_open(self) -> None:
         """Raise an error if the engine has failed or is closed."""
@@ -145,8 +145,8 @@ class Runner:
 
         No listener is called before all handles have failed, because it may wait for one of them.
         """
-        for owner in [flight.owner for flight in flights if flight.owner._fail(error)]:
-            owner._tell_failure()
+        for results in [flight.results for flight in flights if flight.results.fail(error)]:
+            results.notify_failure()
 
     def _joint(self) -> dict[str, Any]:
         return {name: table.joint for name, table in self._tables.items()}
@@ -238,10 +238,11 @@ class Runner:
             entries = list(self.schedule.read(happened))
             self._told = [entry.flight for entry in entries]
             self.changed.notify_all()  # for callers that wait until all prompts are answered
-        for flight, number, tokens, reason, rest in entries:
-            flight.owner.cached_tokens = flight.cached
-            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (flight.version, version))
-            if flight.owner.failure is not None:  # raised by the caller's on_event
+        for flight, number, tokens, reason, columns in entries:
+            results = flight.results
+            results.cached_tokens = flight.cached
+            results.add(number, tokens.tolist(), StopReason(reason), columns, (flight.version, version))
+            if results.failure is not None:  # raised by the caller's on_event
                 with self.changed:
                     self.schedule.cancel(flight)
         self._told = []

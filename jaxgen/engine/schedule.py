@@ -17,6 +17,7 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.forms import Form, Prompt
 from jaxgen.engine.prefix_index import Claim, Prefixes
+from jaxgen.engine.results import Results
 from jaxgen.engine.waiting import Waiting
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
@@ -27,7 +28,7 @@ class Flight:
     """A prompt that is waiting or being answered.
 
     Attributes:
-        owner: the recipient of the prompt's results.
+        results: the results so far.
         group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
@@ -40,7 +41,7 @@ class Flight:
     """
 
     prompt: Prompt
-    owner: Any
+    results: Results
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     group: Hashable = None
     number: int = NOBODY

@@ -548,11 +548,11 @@ def test_a_loop_that_was_closed_while_it_waited(engine):
     loop = asyncio.new_event_loop()
     task = loop.create_task(first(handle))
     loop.run_until_complete(asyncio.sleep(0.01))
-    waiters = set(handle._waiters)
+    waiters = set(handle._results.waiters)
     task.cancel()
     loop.run_until_complete(asyncio.wait([task]))
     loop.close()
-    handle._waiters |= waiters
+    handle._results.waiters |= waiters
     engine.resume()
     assert len(handle.result(60)) == 4
 

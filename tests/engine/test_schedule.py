@@ -10,6 +10,7 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefix_index import Prefixes
+from jaxgen.engine.results import Results
 from jaxgen.engine.schedule import Flight, Pace, Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from tests.engine.test_automaton_tables import VOCAB, grammar
@@ -26,7 +27,7 @@ def schedule(places: int = 4, slots: int = 2, states: int = 12) -> Schedule:
 
 def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
     prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
-    return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
+    return Flight(prompt, Results(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)})
 
 
 def add(plan: Schedule, *flights: Flight) -> None:
@@ -153,7 +154,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
     told = list(
         plan.read(packed(0, (0, 1, 7, 0), (1, 0, 8, 0), (0, 0, 5, eos), (0, 1, 9, 0), (1, 0, -1, StopReason.NO_TOKEN)))
     )
-    assert [(e.flight.owner, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
+    assert [(e.flight.prompt.index, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
         (0, 0, [5], eos),
         (0, 1, [7, 9], 0),
         (1, 0, [8], StopReason.NO_TOKEN),
@@ -176,7 +177,7 @@ def test_a_cancelled_prompt_gets_no_more_entries():
     arrivals = plan.arrivals()
     assert arrivals.cancelled.max() == two.number
     told = list(plan.read(packed(0, (one.number, 0, 5, 0), (two.number, 0, 6, 0))))
-    assert [e.flight.owner for e in told] == [0]
+    assert [e.flight.prompt.index for e in told] == [0]
     assert not plan.waiting
 
 
