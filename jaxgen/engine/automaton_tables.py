@@ -26,7 +26,7 @@ _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that 
 
 
 @dataclasses.dataclass
-class _Part:
+class _Entry:
     """An automaton in a table, its first place in each of the table's spaces, and the number of prompts that use it."""
 
     automaton: Any
@@ -53,7 +53,7 @@ class Table(abc.ABC):
 
     def __init__(self, name: str, spaces: dict[str, int], free: Any, joint: Any):
         self._name, self._spaces, self.joint = name, spaces, joint
-        self._parts: dict[Hashable, _Part] = {}
+        self._entries: dict[Hashable, _Entry] = {}
         self._lock = threading.Lock()
         self.enter(None, free)
 
@@ -71,10 +71,10 @@ class Table(abc.ABC):
 
     def fits(self, automaton: Any) -> None:
         """Raise an error if an automaton is larger than the table allows."""
-        for name, (needed, most) in self.limits(automaton).items():
-            if needed > most:
+        for name, (needed, limit) in self.limits(automaton).items():
+            if needed > limit:
                 raise InputError(
-                    f"{self._name} needs {needed:,} {name}, but the engine allows at most {most:,}: create the engine "
+                    f"{self._name} needs {needed:,} {name}, but the engine allows at most {limit:,}: create the engine "
                     "with larger tables, or use fewer or shorter texts"
                 )
 
@@ -84,38 +84,38 @@ class Table(abc.ABC):
         If the automaton is not in the table yet, add it; if there is currently no space for it, return None.
         """
         with self._lock:
-            part = self._parts.pop(key, None) or self._added(automaton)
-            if part is None:
+            entry = self._entries.pop(key, None) or self._added(automaton)
+            if entry is None:
                 return None
-            self._parts[key] = part  # the automaton that prompts began to use last is the last one
-            part.users += 1
-            return part.first[0] + np.asarray(part.automaton.start).item()  # a stack of one has shape [1]
+            self._entries[key] = entry  # the automaton that prompts began to use last is the last one
+            entry.users += 1
+            return entry.first[0] + np.asarray(entry.automaton.start).item()  # a stack of one has shape [1]
 
     def leave(self, key: Hashable) -> None:
         """Record that a prompt no longer uses an automaton."""
         with self._lock:
-            self._parts[key].users -= 1
+            self._entries[key].users -= 1
 
-    def _added(self, automaton: Any) -> _Part | None:
+    def _added(self, automaton: Any) -> _Entry | None:
         sizes = self.sizes(automaton)
-        unused = [key for key, part in self._parts.items() if not part.users]
+        unused = [key for key, entry in self._entries.items() if not entry.users]
         while (first := self._places(sizes)) is None and unused:
-            del self._parts[unused.pop(0)]
+            del self._entries[unused.pop(0)]
         if first is None:
             return None
-        part = _Part(automaton, first, sizes)
+        entry = _Entry(automaton, first, sizes)
         self.write(first, automaton)
-        return part
+        return entry
 
     def _places(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the start of the first gap of the given size in each space, or None if a space has no such gap."""
         found = []
         for space, (size, total) in enumerate(zip(sizes, self._spaces.values(), strict=True)):
             first = 0
-            for part in sorted(self._parts.values(), key=lambda part: part.first[space]):
-                if part.first[space] - first >= size:
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.first[space]):
+                if entry.first[space] - first >= size:
                     break
-                first = part.first[space] + part.sizes[space]
+                first = entry.first[space] + entry.sizes[space]
             if total - first < size:
                 return None
             found.append(first)
@@ -138,7 +138,7 @@ class GrammarTable(Table):
         # The transitions are rounded up so that a TPU can divide them into blocks; see `row_parts`.
         unused = -(self._capacity.transitions + capacity.width) % BLOCK
         self._capacity = self._capacity._replace(transitions=self._capacity.transitions + unused)
-        self._most = {name: max(size // 2, 1) for name, size in spaces.items()}
+        self._largest = {name: max(size // 2, 1) for name, size in spaces.items()}
         spaces = {name: size + 1 for name, size in spaces.items()}
         empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))
         super().__init__("the grammar", spaces, TokenAutomaton.of_table(free, one), empty)
@@ -152,11 +152,11 @@ class GrammarTable(Table):
         """Return the limits, named after the arguments of `Engine` that raise them."""
         needs, space = automaton.needs, self._capacity
         return {
-            "states (grammar_states: twice as many)": (needs.states, self._most["states"]),
-            "transitions (grammar_transitions: twice as many)": (needs.transitions, self._most["transitions"]),
+            "states (grammar_states: twice as many)": (needs.states, self._largest["states"]),
+            "transitions (grammar_transitions: twice as many)": (needs.transitions, self._largest["transitions"]),
             "classes of tokens (grammar_classes)": (needs.classes, space.classes),
             "transitions in one state (grammar_classes: eight times as many)": (automaton.longest_row, space.width),
-            "automata (grammars: twice as many)": (needs.automata, self._most["automata"]),
+            "automata (grammars: twice as many)": (needs.automata, self._largest["automata"]),
         }
 
     def write(self, first: tuple[int, ...], automaton: TokenAutomaton) -> None:
@@ -200,7 +200,7 @@ class StopTable(Table):
 
     def write(self, first: tuple[int, ...], automaton: StopAutomaton) -> None:
         """Build the table of all automata again."""
-        parts = {part.first[0]: part.automaton for part in self._parts.values()} | {first[0]: automaton}
+        parts = {entry.first[0]: entry.automaton for entry in self._entries.values()} | {first[0]: automaton}
         joint = StopStrings.join(parts, self._tokenizer, self._vocab, capacity=self._capacity)
         self.joint = dataclasses.replace(joint, spans_prompt=self._spans_prompt)
 

@@ -177,12 +177,12 @@ class Engine:
             QueueFull: too many prompts are waiting.
             EngineClosed: the engine is closed.
         """
-        given = as_fields(prompt)
-        if both := given.keys() & options.keys():
+        fields = as_fields(prompt)
+        if both := fields.keys() & options.keys():
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         reader = EventReader(self.tokenizer)
-        listener = None if on_event is None else lambda news: on_event(reader.read(news))
-        return self.follow({**given, **options}, listener, timeout, group)
+        listener = None if on_event is None else lambda event: on_event(reader.read(event))
+        return self.follow({**fields, **options}, listener, timeout, group)
 
     def follow(
         self,

@@ -107,16 +107,16 @@ def _counted(
 def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Completion, bool]]:
     """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered."""
     limit = 4 * engine.slots  # of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
-    happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    ended_sequences: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
-    def follow(place: int, news: Event) -> None:
-        if news.stop_reason or not news.tokens:
-            happened.put((place, news.sequence))
+    def follow(place: int, event: Event) -> None:
+        if event.stop_reason or not event.tokens:
+            ended_sequences.put((place, event.sequence))
 
     def next_one() -> tuple[int, Completion, bool]:
         engine.check_process()
-        place, number = happened.get()
+        place, number = ended_sequences.get()
         handle, left = running[place]
         if handle.failure is not None:
             raise handle.failure
@@ -126,32 +126,32 @@ def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Complet
         return place, handle.completion(number), not left
 
     for place, prompt in enumerate(prompts):
-        given = {"index": place, **as_fields(prompt)}
+        fields = {"index": place, **as_fields(prompt)}
         try:
-            refuse_unknown(given)
+            refuse_unknown(fields)
         except ConfigError as error:
             raise ConfigError(f"prompt {place}: {error}") from error
         try:
-            handle = engine.follow(given, functools.partial(follow, place), timeout=None)
+            handle = engine.follow(fields, functools.partial(follow, place), timeout=None)
         except EngineClosed:
             raise
         except (JaxgenError, TypeError) as error:
-            yield place, _failed(given, error), True
+            yield place, _failed(fields, error), True
             continue
         running[place] = handle, set(range(handle.sequences))
-        while len(running) >= limit or not happened.empty():
+        while len(running) >= limit or not ended_sequences.empty():
             yield next_one()
     while running:
         yield next_one()
 
 
-def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
+def _failed(fields: Mapping[str, Any], error: Exception) -> Completion:
     """Return the result for a prompt that cannot be answered."""
-    ids = given.get("ids")
+    ids = fields.get("ids")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
-    metadata = given.get("metadata")
-    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
+    metadata = fields.get("metadata")
+    return Completion(fields["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:

@@ -16,7 +16,7 @@ from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.device_loop import Device
 from jaxgen.engine.home import EngineClosed, Home
-from jaxgen.engine.processes import Plan, Processes, Step
+from jaxgen.engine.processes import Action, Plan, Processes
 from jaxgen.engine.schedule import Flight, Pace, Schedule
 
 STEPS = 8  # maximum number of steps in a chunk
@@ -69,7 +69,7 @@ class Runner:
         self.changed = threading.Condition()
         self.weights, self.version = {0: params}, 0
         self._pace = Pace(STEPS)
-        self._told: list[Flight] = []  # the prompts whose results are being delivered
+        self._delivering: list[Flight] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
         self.paused = self.in_flight = self.warming = self.is_exiting = False
         self.error: BaseException | None = None
@@ -100,7 +100,7 @@ class Runner:
             with self.changed:
                 self.is_exiting = True
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: self.has_ended or self._told)
+                self.changed.wait_for(lambda: self.has_ended or self._delivering)
             self._thread.join(_LISTENERS)
 
     def canceller(self, flight: Flight) -> Callable[[], None]:
@@ -135,7 +135,7 @@ class Runner:
 
     def _unanswered(self) -> list[Flight]:
         """Cancel all prompts, and return them."""
-        flights = [*self.schedule.waiting, *self.schedule.flying.values(), *self._told]
+        flights = [*self.schedule.waiting, *self.schedule.flying.values(), *self._delivering]
         for flight in flights:
             self.schedule.cancel(flight)
         return flights
@@ -155,7 +155,7 @@ class Runner:
         """Run until the engine is closed. An exception stops the engine, and all of its prompts fail."""
         dropped: list[Flight] = []
         try:
-            self._lead() if self._leads else self._obey()
+            self._run_leader() if self._leads else self._run_follower()
         except BaseException as error:
             with self.changed:
                 self.error, self.is_open = error, False
@@ -167,9 +167,9 @@ class Runner:
         if self.error is not None:
             self._fail(dropped, self.error)
             if self._processes is not None and self._leads:
-                self._processes.send_nothing(Step.FAIL)
+                self._processes.send_nothing(Action.FAIL)
 
-    def _lead(self) -> None:
+    def _run_leader(self) -> None:
         """Run chunks while there is something to do. Each chunk starts before the previous chunk's results are read."""
         running: tuple[jax.Array, int, float] | None = None
         while running is not None or ((self._can_start or self.is_open) and not self.is_exiting):
@@ -181,12 +181,12 @@ class Runner:
                 begun = time.monotonic()
                 started = self._start(*plan), plan[0].version, begun
             elif self._processes is not None:
-                self._processes.send_nothing(Step.WAIT)
+                self._processes.send_nothing(Action.WAIT)
             if running is not None:
                 self._read(*running)
             plan, running = None, started
         if self._processes is not None:
-            self._processes.send_nothing(Step.END)
+            self._processes.send_nothing(Action.END)
 
     def _next_plan(self, is_running: bool) -> tuple[Plan, Any] | None:
         """Return the next chunk's plan and parameters. If there is nothing to do, wait for a moment and return None."""
@@ -200,18 +200,18 @@ class Runner:
                 self.is_open = self.paused = self.schedule.holds = False
             plan = None
             if self._can_start and not self.is_exiting:
-                plan = Plan(Step.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
+                plan = Plan(Action.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
             self.in_flight = is_running or plan is not None
             self.warming = False
             return None if plan is None else (plan, self.weights[self.version])
 
-    def _obey(self) -> None:
+    def _run_follower(self) -> None:
         """Run the same chunks as process 0."""
         assert self._processes is not None
-        while (plan := self._processes.receive()).step != Step.END:
-            if plan.step == Step.FAIL:
+        while (plan := self._processes.receive()).action != Action.END:
+            if plan.action == Action.FAIL:
                 raise EngineClosed("the engine failed in process 0, which reports the reason")
-            if plan.step == Step.CHUNK:
+            if plan.action == Action.CHUNK:
                 with self.changed:
                     self.changed.wait_for(lambda plan=plan: plan.version <= self.version)
                     self.weights = {n: params for n, params in self.weights.items() if n >= plan.version}
@@ -236,7 +236,7 @@ class Runner:
         with self.changed:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self.schedule.read(happened))
-            self._told = [entry.flight for entry in entries]
+            self._delivering = [entry.flight for entry in entries]
             self.changed.notify_all()  # for callers that wait until all prompts are answered
         for flight, number, tokens, reason, columns in entries:
             results = flight.results
@@ -245,7 +245,7 @@ class Runner:
             if results.failure is not None:  # raised by the caller's on_event
                 with self.changed:
                     self.schedule.cancel(flight)
-        self._told = []
+        self._delivering = []
 
 
 _RUNNING: weakref.WeakSet[Runner] = weakref.WeakSet()
