@@ -15,8 +15,9 @@ _NAMES = {
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stop_reasons": "StopReason",
     "engine.engine": "Engine",
+    "engine.engine_sizes": "EngineSizes",
     "engine.home": "EngineClosed",
-    "engine.many": "generate_many",
+    "engine.many_prompts": "generate_many",
     "engine.results": "Completion Event Handle QueueFull",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "export.engine": "export_engine",
@@ -70,8 +71,9 @@ if TYPE_CHECKING:
     from jaxgen.decoding.logprobs import LogProbs as LogProbs
     from jaxgen.decoding.stop_reasons import StopReason as StopReason
     from jaxgen.engine.engine import Engine as Engine
+    from jaxgen.engine.engine_sizes import EngineSizes as EngineSizes
     from jaxgen.engine.home import EngineClosed as EngineClosed
-    from jaxgen.engine.many import generate_many as generate_many
+    from jaxgen.engine.many_prompts import generate_many as generate_many
     from jaxgen.engine.results import (
         Completion as Completion,
         Event as Event,

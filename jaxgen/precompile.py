@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from jaxgen.buckets import capacity_for, prompt_bucket
-from jaxgen.config.availability import refuse_unavailable
+from jaxgen.config.availability import refuse_argument, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
 from jaxgen.generation import extensions_of
@@ -26,6 +27,8 @@ from jaxgen.request.driver import compile_for, run_fitting
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 
+_OF_CALL = "logits_processor stopping_criteria prefix_allowed_tokens_fn tokenizer assistant hook".split()
+
 
 def warmup(
     params,
@@ -36,13 +39,8 @@ def warmup(
     prompts: int = 1,
     key=None,
     streaming: bool = False,
-    logits_processor=None,
-    stopping_criteria=None,
-    prefix_allowed_tokens_fn: TokenAutomaton | None = None,
-    tokenizer=None,
-    assistant=None,
-    hook=None,
     progress: bool = False,
+    **call: Any,
 ) -> int:
     """Compile the programs that calls to `generate` will need, so that the first calls do not have to wait.
 
@@ -61,25 +59,29 @@ def warmup(
         key: None for greedy decoding. For sampling, any key with the same shape and dtype as in later calls.
         streaming: compile the programs for calls with a streamer or `max_time`.
         progress: if True, show a progress bar of tqdm on stderr, which counts pairs of sizes.
-        Other arguments: as in later calls to `generate`.
+        **call: more arguments, as in later calls to `generate`: `logits_processor`, `stopping_criteria`,
+            `prefix_allowed_tokens_fn` (a `TokenAutomaton`), `tokenizer`, `assistant`, `hook`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`; if widths, lengths or prompts are below 1; or if
             `progress` is True and tqdm is not installed.
     """
+    for name in call:
+        if name not in _OF_CALL:
+            refuse_argument("warmup", name, ["prompts", "key", "streaming", "progress", *_OF_CALL])
     check_call(params, cfg)
     refuse_unavailable(cfg)
-    if prefix_allowed_tokens_fn is not None and not isinstance(prefix_allowed_tokens_fn, TokenAutomaton):
+    of_call = dict.fromkeys(_OF_CALL) | call
+    allowed, assistant, draft = of_call.pop("prefix_allowed_tokens_fn"), of_call.pop("assistant"), None
+    if not isinstance(allowed, TokenAutomaton | None):
         raise TypeError(
             "prefix_allowed_tokens_fn must be a TokenAutomaton here: programs with a function are not reused"
         )
     if cfg.token_healing:
         raise InputError("programs with token_healing depend on the prompts: leave it out, or call generate itself")
-    draft = None
     if assistant is not None:
         draft, cfg = open_assistant(assistant, cfg)
-    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
-    extensions = dataclasses.replace(extensions, allowed=prefix_allowed_tokens_fn)
+    extensions = dataclasses.replace(extensions_of(cfg, **of_call), allowed=allowed)
     columns = {prompt_bucket(width) for width in _sizes("widths", widths)}
     capacities = {capacity_for(length, cfg.records) for length in _sizes("lengths", lengths)}
     (rows,) = _sizes("prompts", [prompts])
@@ -89,8 +91,8 @@ def warmup(
             sized = cfg.replace(max_new_tokens=length)
             inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
             watched = streaming or cfg.max_time is not None
-            call = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
-            run_fitting(call, partial(_compile, width=width, watched=watched))
+            prepared = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
+            run_fitting(prepared, partial(_compile, width=width, watched=watched))
             add(1)
     return len(pairs)
 

@@ -168,3 +168,16 @@ def test_a_warmup_for_a_function_is_refused():
         warmup(PARAMS, GenerationConfig(model=MODEL), [3], [4], prefix_allowed_tokens_fn=lambda row, ids: [1])
     with pytest.raises(InputError, match="programs with token_healing depend on the prompts"):
         warmup(PARAMS, GenerationConfig(model=MODEL, token_healing=True), [3], [4])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("streamer", r"warmup\(\) has no argument 'streamer': did you mean 'streaming'"),
+        ("logit_processor", "did you mean 'logits_processor'"),
+        ("top_k", r"warmup\(\) has no top_k, which is an option of the config: use cfg.replace"),
+    ],
+)
+def test_unknown_arguments_of_a_warmup_are_refused(name, words):
+    with pytest.raises(TypeError, match=words):
+        warmup(PARAMS, GenerationConfig(model=MODEL), [3], [4], **{name: None})

@@ -15,7 +15,8 @@ import pytest
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.engine.tables import CAPACITY, GrammarTable
+from jaxgen.engine.automaton_tables import GrammarTable, grammar_capacity
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.grammar import row_parts
 from jaxgen.model import cache_storage, workarounds
 from jaxgen.model.linear import _plain
@@ -119,7 +120,7 @@ def grammar_step(target: str) -> str:
         following = table.push(state, token, None)
         return table.allowed(following, None, remaining), table.exhausted(following, remaining), following
 
-    table, rows = GrammarTable(VOCAB, CAPACITY).joint, np.zeros(ROWS, np.int32)
+    table, rows = GrammarTable(VOCAB, grammar_capacity(EngineSizes())).joint, np.zeros(ROWS, np.int32)
     on_device = jax.sharding.SingleDeviceSharding(device)
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), (table, rows, rows, rows)
@@ -130,9 +131,9 @@ def grammar_step(target: str) -> str:
 def check_grammar_step(program: str) -> None:
     """Check that a step neither copies a table nor stores a comparison for each row, token and range."""
     sizes = {dims: math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program)}
-    assert 8 * ROWS * VOCAB > max(sizes.values()) >= (CAPACITY.automata + 1) * VOCAB
+    assert 8 * ROWS * VOCAB > max(sizes.values()) >= (EngineSizes.grammars + 1) * VOCAB
     copies = [match for line in program.splitlines() if (match := COPY.match(line)) and ON_CHIP not in match[2]]
-    large = [match for match in copies if sizes.get(match[1], 0) > CAPACITY.states]
+    large = [match for match in copies if sizes.get(match[1], 0) > EngineSizes.grammar_states]
     assert [match[0] for match in large if not match[1].startswith(f"{ROWS},")] == []
     assert program.count(" while(") == 1  # the passes after the first
 

@@ -44,6 +44,7 @@ from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.rng import seed_key
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -60,7 +61,6 @@ from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
-DEFAULT_SLOTS = 32
 DEFAULT_BATCH_SIZE = 8
 # Options that do not affect the answers to --input, or that `_run` records in a different form.
 _NOT_IN_FINGERPRINT = set(
@@ -217,7 +217,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, sequences: int) -
         )
     if reason is not None:
         return None
-    return min(options.slots or cfg.slots or DEFAULT_SLOTS, power_of_two(sequences, 1))
+    return min(options.slots or cfg.slots or EngineSizes.slots, power_of_two(sequences, 1))
 
 
 def _answer_file(

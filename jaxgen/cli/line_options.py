@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,13 +16,14 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded, seed_words
-from jaxgen.engine.tables import grammar_sizes
+from jaxgen.engine.automaton_tables import with_space_for
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.request.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import ENTRIES, PromptOptions, per_prompt_options
+from jaxgen.request.prompt_options import PromptOptions, per_prompt_options
 from jaxgen.text.tokenizer import Tokenizer
 
 KEY_IMPL = "threefry2x32"  # of the keys that --seed gives
@@ -44,7 +46,7 @@ def prompt_options(lines: Iterable[Line]) -> list[str]:
 def entries_for(lines: Iterable[Line]) -> int:
     """Return the number of entries of the longest table of ids that a line sets."""
     tables = (value for line in lines for name, value in line.fields.items() if name not in (*OF_HOST, *GRAMMARS))
-    return max([ENTRIES, *(len(value) for value in tables if isinstance(value, list | dict))])
+    return max([EngineSizes.id_entries, *(len(value) for value in tables if isinstance(value, list | dict))])
 
 
 def width_for(lines: Iterable[Line]) -> int:
@@ -98,10 +100,14 @@ def own_config(line: Line, cfg: GenerationConfig, tokenizer: Tokenizer) -> tuple
     return (with_own(cfg, own, _IN_BATCHES) if own else cfg), more
 
 
-def table_sizes(
-    lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokenizer, grammar: TokenAutomaton | None
-) -> dict[str, int]:
-    """Return the sizes of an engine's tables for the grammars and stop strings of all lines.
+def sizes_for(
+    lines: Sequence[Line],
+    cfg: GenerationConfig,
+    tokenizer: Tokenizer,
+    grammar: TokenAutomaton | None,
+    sizes: EngineSizes,
+) -> EngineSizes:
+    """Return the sizes of an engine for all lines; its tables are at least as large as in `sizes`.
 
     `cfg` and `grammar` apply to lines that do not set their own.
     """
@@ -114,15 +120,12 @@ def table_sizes(
                 grammars[text] = own_config(line, cfg, tokenizer)[1]["allowed"]
         if "stop_strings" in line.fields:
             stops.add(cfg.replace(stop_strings=line.fields["stop_strings"]).stop_strings)
-    sizes = {}
-    if grammars:
-        sizes |= grammar_sizes(grammars.values())
     # Stop strings need at most one state per byte.
     texts = [Text().sets(value)[0] or () for value in stops if value is not None]
-    if texts:
-        needed = [sum(len(text.encode()) + 1 for text in each) + 1 for each in texts]
-        sizes["stop_states"] = power_of_two(_space(needed, _STATES), 1024)
-    return sizes
+    needed = [sum(len(text.encode()) + 1 for text in each) + 1 for each in texts]
+    states = power_of_two(_space(needed, _STATES), sizes.stop_states) if needed else sizes.stop_states
+    sizes = dataclasses.replace(sizes, prompt_width=width_for(lines), id_entries=entries_for(lines), stop_states=states)
+    return with_space_for(grammars.values(), sizes)
 
 
 def _space(needed: Sequence[int], most: int) -> int:

@@ -19,13 +19,11 @@ from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.input_file import Line
 from jaxgen.cli.line_options import (
-    entries_for,
     in_batches,
     keys_of,
     own_config,
     prompt_options,
-    table_sizes,
-    width_for,
+    sizes_for,
 )
 from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
@@ -33,7 +31,8 @@ from jaxgen.cli.timing import Stats
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.many import by_prompt, ended, in_order
+from jaxgen.engine.engine_sizes import EngineSizes
+from jaxgen.engine.many_prompts import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate
@@ -145,11 +144,9 @@ def _clock(seconds: float) -> str:
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
     """Return a compiled engine whose sizes depend on all lines of the input, even lines that already have answers."""
     cfg = session.cfg.reset(["slots"])
-    sizes: dict[str, Any] = table_sizes(lines, cfg, session.tokenizer, _grammar(session))
-    sizes |= {"slots": slots, "prompt_width": width_for(lines), "id_entries": entries_for(lines)}
-    sizes["most_waiting"] = 4 * slots  # so that a prompt is waiting whenever a slot becomes free
+    sizes = sizes_for(lines, cfg, session.tokenizer, _grammar(session), EngineSizes(slots=slots))
     names = prompt_options(lines)
-    engine = Engine(session.params, cfg, session.key, tokenizer=session.tokenizer, prompt_options=names, **sizes)
+    engine = Engine(session.params, cfg, session.key, sizes=sizes, tokenizer=session.tokenizer, prompt_options=names)
     engine.warmup()
     return engine
 
@@ -175,7 +172,7 @@ def _in_slots(
         fields = {"ids": line.ids, **budget, **line.fields}
         return fields if grammar is None or line.fields.keys() & set(GRAMMARS) else fields | {"allowed": grammar}
 
-    answered = by_prompt(ended(engine, map(prompt, indices), engine.most_waiting))
+    answered = by_prompt(ended(engine, map(prompt, indices)))
     for place, completions in answered:
         index = indices[place]
         yield index, [_entry(lines[index], completion, session) for completion in completions]

@@ -15,9 +15,11 @@ from typing import Any
 from jaxgen import arguments
 from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
+from jaxgen.cli.size_options import add_size
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Layers, OneOf, Text
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
@@ -74,8 +76,9 @@ def _add_sources(command: arguments.Parser) -> None:
     add("-o", "--output", type=arguments.target, metavar="FILE", help=to)
     part = "answer every R-th prompt of --input, from number r (0 to R-1) on; the last process merges the answers"
     add("--shard", type=arguments.shard, metavar="r/R", help=part)
-    busy = "answers to --input generated at a time (default: 32); when one ends, the next prompt begins"
-    add("--slots", type=arguments.count, metavar="N", help=busy)
+    ends = "when one ends, the next prompt begins"
+    busy = f"answers to --input generated at a time (default: {EngineSizes.slots}); {ends}"
+    add_size(add, "slots", None, busy)
     size = "prompts of --input per batch, for beams and other modes that cannot run in slots (default: 8)"
     add("-b", "--batch-size", type=arguments.count, metavar="N", help=size)
     add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ANY = 2**62  # lines of the file and their answers may have any length
 # Options that do not affect the answers, or that `_run` records in a different form.
 _NOT_IN_FINGERPRINT = set(
-    "input output model name adapter dtype device mesh queue prefix_cache_bytes compile_cache debug".split()
+    "input output model name adapter dtype device mesh most_waiting prefix_cache_bytes compile_cache debug".split()
 )
 
 
@@ -52,8 +52,9 @@ def run_batch(options: argparse.Namespace) -> int:
             limits = Limits(
                 body=_ANY, answer=_ANY, in_flight=4 * _ANY, seconds=math.inf, grammar_seconds=math.inf, share=1.0
             )
+            at_once = min(2 * options.slots, options.most_waiting)
             with open_service(source, options, limits=limits, response_store_bytes=0) as service:
-                failed = asyncio.run(_answer(service, requests, left, file, min(2 * options.slots, options.queue)))
+                failed = asyncio.run(_answer(service, requests, left, file, at_once))
     return failed
 
 

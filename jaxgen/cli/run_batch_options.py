@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from jaxgen import arguments
-from jaxgen.cli.serve_options import add_model_options, check_adapters
+from jaxgen.cli.serve_options import SERVED, add_model_options, check_adapters
+from jaxgen.cli.size_options import add_size
 
 
 def parser() -> arguments.Parser:
@@ -22,7 +23,7 @@ def parser() -> arguments.Parser:
     add("output", metavar="OUTPUT", type=arguments.target, help="the file for the answers, in the same order")
     add("--model", metavar="MODEL", help="a checkpoint: its directory, URL or id on the hub (default: bundled)")
     queue = "maximum number of prompts in a request (default: 256)"
-    add("--queue", type=arguments.count, default=256, metavar="N", help=queue)
+    add_size(add, "most_waiting", SERVED.most_waiting, queue, "--queue")
     add_model_options(result)
     return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import signal
@@ -20,6 +21,8 @@ from convert.hf import Checkpoint
 from jaxgen.cli import terminal
 from jaxgen.cli.answer import load_model, mesh_of_devices, open_model
 from jaxgen.cli.fingerprint import fingerprint
+from jaxgen.cli.serve_options import SERVED
+from jaxgen.cli.size_options import sizes_of
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError
@@ -31,11 +34,10 @@ if TYPE_CHECKING:
     from jaxgen.serving.app import Service
     from jaxgen.serving.limits import Limits
 
-_MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
+_MOST_ANSWER = 2048  # default limit
 # How long a thread that parses a large request, say, may keep the interpreter lock while the engine's thread waits for
 # it. A step of a small model takes less time than Python's default, 5 ms.
 _SWITCH_SECONDS = 0.0001
-_ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -121,24 +123,11 @@ def open_service(source: Checkpoint, options: argparse.Namespace, **more: Any) -
     params, loaded = load_model(source, paths, options, mesh_of_devices(options.mesh))
     context = loaded.model.context_length
     cfg = configured(loaded, options, context)
-    width = min(options.prompt_width or _MOST_PROMPT, context)
+    sizes = sizes_of(options, SERVED)
+    sizes = dataclasses.replace(sizes, prompt_width=min(sizes.prompt_width, context))
     terminal.show("compiling")
-    engine = Engine(
-        params,
-        cfg,
-        jax.random.key(0),  # not used, because each request has its own key
-        tokenizer=tokenizer,
-        slots=options.slots,
-        prompt_width=width,
-        most_waiting=options.queue,
-        prefix_cache_bytes=options.prefix_cache_bytes,
-        grammar_states=options.grammar_states,
-        grammar_transitions=options.grammar_transitions,
-        grammar_classes=options.grammar_classes,
-        grammars=options.grammars,
-        stop_in_prompt=False,
-        id_entries=_ID_ENTRIES,
-    )
+    key = jax.random.key(0)  # not used, because each request has its own key
+    engine = Engine(params, cfg, key, sizes=sizes, tokenizer=tokenizer, stop_in_prompt=False)
     weights = f"{fingerprint(source, paths)} {options.dtype} {options.quantize} {__version__}"
     with engine:
         engine.warmup()

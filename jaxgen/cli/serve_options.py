@@ -7,10 +7,15 @@ import os
 from collections.abc import Sequence
 
 from jaxgen import arguments
+from jaxgen.cli.size_options import add_size
+from jaxgen.engine.engine_sizes import SIZES, EngineSizes
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 from jaxgen.serving.keys import check_key
 from jaxgen.serving.limits import Limits
+
+# The default sizes of a service's engine. A prompt cannot be longer than the model's context, either.
+SERVED = EngineSizes(slots=16, prompt_width=4096, most_waiting=256, id_entries=320)  # OpenAI's logit_bias has up to 300
 
 
 def parser() -> arguments.Parser:
@@ -41,15 +46,15 @@ def parser() -> arguments.Parser:
     stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
     add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
-    add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
+    add_size(add, "most_waiting", SERVED.most_waiting, waiting, "--queue")
     limit = "seconds until a request fails (default: 600)"
-    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
+    add("--timeout", type=arguments.positive, default=Limits.seconds, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"
-    add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
+    add("--max-body", type=arguments.count, default=Limits.body, metavar="N", help=largest)
     answer = "maximum bytes of an answer; requests that ask for more are refused (default: 64 MiB)"
-    add("--max-answer", type=arguments.count, default=2**26, metavar="N", help=answer)
+    add("--max-answer", type=arguments.count, default=Limits.answer, metavar="N", help=answer)
     flight = "maximum bytes of all requests and answers at a time; more are refused with status 429 (default: 1 GiB)"
-    add("--max-in-flight", type=arguments.count, default=2**30, metavar="N", help=flight)
+    add("--max-in-flight", type=arguments.count, default=Limits.in_flight, metavar="N", help=flight)
     add_model_options(result)
     return result
 
@@ -60,22 +65,15 @@ def add_model_options(parser: arguments.Parser) -> None:
     add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
     tuned = "also serve the model with this LoRA adapter, under this name; can be repeated"
     add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
-    add("--slots", type=arguments.count, default=16, metavar="N", help="answers generated at a time (default: 16)")
-    width = "maximum tokens in a prompt, for which memory is reserved (default: the model's context, at most 4096)"
-    add("--prompt-width", type=arguments.count, metavar="N", help=width)
+    add_size(add, "slots", SERVED.slots)
+    width = f"{SIZES['prompt_width'].metadata['text']} (default: the model's context, at most {SERVED.prompt_width})"
+    add_size(add, "prompt_width", SERVED.prompt_width, width)
     most = "maximum tokens in an answer, for which memory is reserved (default: the model's context, at most 2048)"
     add("--max-new-tokens", type=arguments.count, metavar="N", help=most)
     likely = "maximum top_logprobs of a request (default: 20)"
     add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help=likely)
-    store = "size of the store for prompts that begin alike (default: 256 MB); 0 turns it off"
-    add("--prefix-cache-bytes", type=arguments.natural, metavar="N", help=store)
-    states = "states in the table of all schemas in use; one schema may use half (default: 65536)"
-    add("--grammar-states", type=arguments.count, default=2**16, metavar="N", help=states)
-    transitions = "transitions in this table; one schema may use half (default: 524288)"
-    add("--grammar-transitions", type=arguments.count, default=2**19, metavar="N", help=transitions)
-    kinds = "maximum classes of tokens that a schema distinguishes (default: 4096)"
-    add("--grammar-classes", type=arguments.count, default=2**12, metavar="N", help=kinds)
-    add("--grammars", type=arguments.count, default=64, metavar="N", help="different schemas in use (default: 64)")
+    for name in ("prefix_cache_bytes", *(name for name in SIZES if name.startswith("grammar"))):
+        add_size(add, name, getattr(SERVED, name))
     apart = "leave a model's thoughts in the content of its answers, with their tags"
     add("--thoughts-in-content", action="store_true", help=apart)
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
 import jax.numpy as jnp
@@ -60,20 +60,21 @@ def with_hints(function: Callable[P, T]) -> Callable[P, T]:
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         for name in named:
             if name not in known:
-                _refuse_argument(function.__name__, name, known)
+                refuse_argument(function.__name__, name, known)
         return function(*arguments, **named)
 
     return call
 
 
-def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn:
+def refuse_argument(function: str, name: str, known: Collection[str]) -> NoReturn:
+    """Raise the error for an argument that a function does not have. `known` contains the arguments that it has."""
     if name in OPTIONS:
         raise TypeError(f"{function}() has no {name}, which is an option of the config: use cfg.replace({name}=...)")
     if name in _ELSEWHERE:
         raise TypeError(f"{function}() has no {name}: {_ELSEWHERE[name]}")
     near = difflib.get_close_matches(name, [*known, *OPTIONS], n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-    error = ConfigError if near and near[0] in OPTIONS else TypeError
+    error = ConfigError if near and near[0] not in known else TypeError
     raise error(f"{function}() has no argument {shown(name)}: {hint}")
 
 

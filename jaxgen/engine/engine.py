@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxgen.config.availability import refuse_argument
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
-from jaxgen.engine.device import Device, Loop, committed
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.automaton_tables import grammar_capacity, tables_of
+from jaxgen.engine.device_loop import Device, Loop, committed
+from jaxgen.engine.engine_sizes import SIZES, EngineSizes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
-from jaxgen.engine.results import Event, EventReader, Handle, QueueFull
+from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
 from jaxgen.engine.runner import STEPS, Runner
-from jaxgen.engine.schedule import Counts, Flight, Schedule
-from jaxgen.engine.tables import CAPACITY, tables_of
-from jaxgen.errors import InputError, check_whole
+from jaxgen.engine.schedule import Counts, Job, Schedule
+from jaxgen.errors import InputError, shown
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
-from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
 from jaxgen.request.checks import check_call, check_key, typed_key
 from jaxgen.request.fields import LARGEST_INDEX, as_fields
 from jaxgen.request.prompt import Prompt, PromptReader
-from jaxgen.request.prompt_options import ENTRIES, PromptOptions
+from jaxgen.request.prompt_options import PromptOptions
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -51,26 +54,19 @@ class Engine:
         cfg: the config, whose options apply to prompts that do not set their own. `max_new_tokens` is also the maximum
             that a prompt may set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
-        slots: the number of sequences that are decoded at a time.
-        prompt_width: the maximum number of tokens in a prompt.
+        sizes: the sizes; see `EngineSizes`.
+        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         prompt_options: the options that a prompt may set; each must allow one value per prompt. None allows all. With
             fewer options, the program compiles faster. Options that `cfg` turns on are always included.
-        tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
-        most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
-        grammar_states, grammar_transitions, grammar_classes, grammars: the size of the table of grammars, which all
-            prompts in flight share: the numbers of states and transitions (one grammar may use half of them), of token
-            classes in one grammar, and of different grammars. See docs/engine.md.
-        stop_states: the number of states in the table of stop strings. A string needs about one state per byte.
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, a stop string
             must be entirely in the answer, as in OpenAI's API.
-        id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
-        prefix_cache_bytes: the size limit of the prefix store. A prompt that starts with the same tokens as an
-            earlier prompt copies their keys and values from the store. The default is 256 MB, or less if the prompts of
-            all slots need less. There is no store if `prefix_cache_bytes` is 0 or the engine has a hook.
-        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
+        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. With a hook, there is no prefix
+            store.
+        **own_sizes: fields of `EngineSizes`, such as `slots` and `prompt_width`, which replace those of `sizes`.
 
     Attributes:
-        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments with which the engine was created.
+        cfg, tokenizer, sizes: the arguments with which the engine was created.
+        slots, prompt_width, id_entries, most_waiting: the sizes of these names.
         prompts: the reader of prompts, which checks them.
 
     Raises:
@@ -84,53 +80,42 @@ class Engine:
         cfg: GenerationConfig,
         key: jax.Array | None = None,
         *,
-        slots: int = 32,
-        prompt_width: int = 1024,
-        prompt_options: Collection[str] | None = None,
+        sizes: EngineSizes | None = None,
         tokenizer: Tokenizer | None = None,
-        most_waiting: int = 1024,
-        grammar_states: int = CAPACITY.states,
-        grammar_transitions: int = CAPACITY.transitions,
-        grammar_classes: int = CAPACITY.classes,
-        grammars: int = CAPACITY.automata,
-        stop_states: int = 1024,
+        prompt_options: Collection[str] | None = None,
         stop_in_prompt: bool = True,
-        id_entries: int = ENTRIES,
-        prefix_cache_bytes: int | None = None,
         logits_processor: Sequence[Callable] | None = None,
         stopping_criteria: Sequence[Callable] | None = None,
         hook: StepHook | None = None,
+        **own_sizes: int | None,
     ):
         check_call(params, cfg)
-        sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most_waiting, "id_entries": id_entries}
-        capacity = Capacity(grammar_states, grammar_transitions, grammar_classes, grammars)
-        sizes |= {f"grammar_{name}": size for name, size in capacity._asdict().items() if name != "automata"}
-        sizes |= {"grammars": grammars, "stop_states": stop_states}
-        for name, size in sizes.items():
-            check_whole(name, size)
-        self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
-        self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
+        sizes = _sizes(sizes, own_sizes)
+        self.cfg, self.tokenizer, self.sizes = cfg, tokenizer, sizes
+        self.slots, self.prompt_width = sizes.slots, sizes.prompt_width
+        self.id_entries, self.most_waiting = sizes.id_entries, sizes.most_waiting
         key = typed_key(key)
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
         key_impl = str(jax.random.key_impl(key))
-        options = PromptOptions(cfg, prompt_width, prompt_options, id_entries, adapter_count(params))
+        adapters = adapter_count(params)
+        options = PromptOptions(cfg, sizes.prompt_width, prompt_options, sizes.id_entries, adapters)
         self.prompts = PromptReader(options, tokenizer, key_impl)
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        prefixes = Prefixes.of(options.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
-        loop = Loop.of(options, extensions, slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
+        prefixes = Prefixes.of(options.full, sizes, hook is not None)
+        loop = Loop.of(options, extensions, sizes.slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
         vocab = cfg.model.vocab_size
-        device = Device(params, loop, prefixes.bytes(options.full), capacity.bytes(vocab))
-        self._tables = tables_of(vocab, capacity, tokenizer, stop_states, stop_in_prompt)
+        device = Device(params, loop, prefixes.bytes(options.full), grammar_capacity(sizes).bytes(vocab))
+        self._tables = tables_of(vocab, sizes, tokenizer, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
-        self._schedule = Schedule(self.prompts, self._tables, loop.places, slots, key_data, prefixes)
+        self._schedule = Schedule(self.prompts, self._tables, loop.places, sizes.slots, key_data, prefixes)
         no_arrivals, tables = self._schedule.no_arrivals(), {name: table.joint for name, table in self._tables.items()}
         mesh, processes = mesh_of(params), None
         params = params if mesh is not None else committed(params, params)
         if mesh is not None and mesh.is_multi_process:
-            sizes = slots, prompt_width, *capacity, stop_states, id_entries, prefixes.places
-            processes = Processes(no_arrivals, tables, repr((cfg, cfg.model, stop_in_prompt, *sizes)))
+            arguments = repr((cfg, cfg.model, stop_in_prompt, sizes, prefixes.places))
+            processes = Processes(no_arrivals, tables, arguments)
         device.open(params, no_arrivals, tables)
         self._leads, self._next_index = processes is None or jax.process_index() == 0, 0
         self._runner = Runner(self, device, self._schedule, self._tables, processes, self._leads, params)
@@ -195,12 +180,12 @@ class Engine:
             QueueFull: too many prompts are waiting.
             EngineClosed: the engine is closed.
         """
-        given = as_fields(prompt)
-        if both := given.keys() & options.keys():
+        fields = as_fields(prompt)
+        if both := fields.keys() & options.keys():
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         reader = EventReader(self.tokenizer)
-        listener = None if on_event is None else lambda news: on_event(reader.read(news))
-        return self.follow(self.prompts.read({**given, **options}), listener, timeout, group)
+        listener = None if on_event is None else lambda event: on_event(reader.read(event))
+        return self.follow(self.prompts.read({**fields, **options}), listener, timeout, group)
 
     def follow(
         self,
@@ -225,11 +210,10 @@ class Engine:
             index = self._next_index if prompt.index < 0 else prompt.index
             prompt = dataclasses.replace(prompt, index=index)
             self._next_index = max(self._next_index, index + 1) % (LARGEST_INDEX + 1)
-            flight = Flight(prompt, None, automata, group)
-            flight.owner = Handle(prompt, self.tokenizer, listener, self._runner.canceller(flight), self._home)
-            self._schedule.waiting.add(flight)
+            job = Job(prompt, Results(prompt, listener), automata, group)
+            self._schedule.waiting.add(job)
             self._changed.notify_all()
-        return flight.owner
+        return Handle(job.results, self.tokenizer, self._runner.canceller(job), self._home)
 
     def _wait_for_space(self, timeout: float | None) -> None:
         """Wait until another prompt may be submitted."""
@@ -275,7 +259,7 @@ class Engine:
             if finish:
                 self._schedule.holds = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not (self._schedule.flying or runner.paused) or runner.has_ended)
+                self._changed.wait_for(lambda: not (self._schedule.on_device or runner.paused) or runner.has_ended)
                 self._schedule.holds = False
             runner.paused = self.is_open
             self._changed.notify_all()
@@ -360,3 +344,13 @@ class Engine:
         # thread has ended before blocks in generators are left.
         if not self._runner.is_exiting and self._home.is_this_process:
             self.close(drain=error is None)
+
+
+def _sizes(sizes: EngineSizes | None, own_sizes: dict[str, Any]) -> EngineSizes:
+    """Return `sizes` with some fields replaced; raise an error if a field does not exist or a size is invalid."""
+    if not isinstance(sizes, EngineSizes | None):
+        raise TypeError(f"sizes must be an EngineSizes, got {shown(sizes)}")
+    for name in own_sizes:
+        if name not in SIZES:
+            refuse_argument("Engine", name, [*SIZES, *inspect.signature(Engine).parameters][:-1])
+    return dataclasses.replace(sizes or EngineSizes(), **own_sizes)

@@ -17,7 +17,7 @@ from jaxgen.errors import InputError
 _LEAST = 4096  # the smallest number of bytes in which changes of tables are sent
 
 
-class Step(enum.IntEnum):
+class Action(enum.IntEnum):
     """The next action of all processes."""
 
     WAIT = 0  # do nothing; sent periodically, because collective operations would otherwise time out
@@ -30,14 +30,14 @@ class Plan(NamedTuple):
     """The next action of all processes, with its data.
 
     Attributes:
-        step: the action.
+        action: the action.
         version: the version of the weights that the chunk uses.
         steps: the number of steps in the chunk.
         arrivals: the changes to apply before the chunk; None if there are none.
         tables: the tables of automata, by name.
     """
 
-    step: Step
+    action: Action
     version: int
     steps: int
     arrivals: Arrivals | None
@@ -66,21 +66,21 @@ class Processes:
         if any(table is not self._tables[name] for name, table in plan.tables.items()):
             self._tables, self._known = plan.tables, _on_host(plan.tables)
             bounds = np.asarray([_changed(*pair) for pair in zip(known, self._known, strict=True)], np.int32)
-        head = [plan.step, plan.version, plan.steps, arrivals is not None]
+        head = [plan.action, plan.version, plan.steps, arrivals is not None]
         _broadcast(np.asarray([*head, *bounds.flat], np.int32))
         if arrivals is not None:
             _broadcast(arrivals)
         if bounds.any():
             self._broadcast_parts(bounds)
 
-    def send_nothing(self, step: Step) -> None:
+    def send_nothing(self, action: Action) -> None:
         """Tell the other processes to wait, to end or to fail."""
-        self.send(Plan(step, 0, 0, None, self._tables))
+        self.send(Plan(action, 0, 0, None, self._tables))
 
     def receive(self) -> Plan:
         """Return the plan that process 0 has sent."""
         empty = np.zeros(4 + 2 * len(self._known), np.int32)
-        step, version, steps, arrive, *bounds = _broadcast(empty).tolist()
+        action, version, steps, arrive, *bounds = _broadcast(empty).tolist()
         arrivals = _broadcast(self._no_arrivals) if arrive else None
         if any(bounds):
             bounds = np.reshape(bounds, (-1, 2))
@@ -90,7 +90,7 @@ class Processes:
             for x, (begin, end), part in zip(self._known, bounds, parts, strict=True):
                 np.atleast_1d(x)[begin:end] = part
             self._tables = jax.tree.unflatten(jax.tree.structure(self._tables), self._known)
-        return Plan(Step(step), version, steps, arrivals, self._tables)
+        return Plan(Action(action), version, steps, arrivals, self._tables)
 
     def _broadcast_parts(self, bounds: np.ndarray) -> list[np.ndarray]:
         """Broadcast a part of each of the tables' arrays, from the first to the second index in `bounds`."""

@@ -1,4 +1,4 @@
-"""Events, which report an answer as it grows, and completions, which contain all of the answer so far."""
+"""The results of a prompt: events report answers as they grow, and completions contain all of the answers so far."""
 
 from __future__ import annotations
 
@@ -78,11 +78,107 @@ class QueueFull(JaxgenError):
 
 
 @dataclasses.dataclass
-class _Sequence:
+class _Answer:
     tokens: list[int] = dataclasses.field(default_factory=list)
-    rest: list[np.ndarray] = dataclasses.field(default_factory=list)
+    columns: list[np.ndarray] = dataclasses.field(default_factory=list)  # other columns of the journal
     reason: StopReason = StopReason.NONE
     versions: list[int] = dataclasses.field(default_factory=list)
+
+
+class Results:
+    """The results of a prompt so far, which the engine writes and the prompt's handle reads.
+
+    Attributes:
+        prompt: the prompt.
+        answers: the answer of each sequence.
+        events: the events so far.
+        failure: the exception with which the prompt failed, or None.
+        cached_tokens: the number of the prompt's tokens that were copied from the prefix store.
+        changed: the condition that guards the other attributes. It is notified when one of them has changed.
+        waiters: the events that coroutines wait for, each with its event loop.
+        listening: the thread of each call of the listener that is in progress.
+    """
+
+    def __init__(self, prompt: Prompt, listener: Callable[[Event], object] | None):
+        self.prompt, self._listener = prompt, listener
+        self.answers = [_Answer() for _ in range(prompt.sequences)]
+        self.events: list[Event] = []
+        self.failure: BaseException | None = None
+        self.cached_tokens = 0
+        self.changed = threading.Condition()
+        self.waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self.listening: list[int] = []
+        self._has_ended = False
+
+    @property
+    def done(self) -> bool:
+        """True if all sequences have ended, or cannot continue."""
+        return self.failure is not None or self._has_ended
+
+    def add(
+        self,
+        number: int,
+        tokens: list[int],
+        reason: StopReason,
+        columns: np.ndarray | None = None,
+        versions: tuple[int, ...] = (),
+    ) -> None:
+        """Add new results of a sequence, and call the listener."""
+        with self.changed:
+            answer = self.answers[number]
+            if answer.reason:  # cancelled in the meantime
+                return
+            answer.tokens += tokens
+            answer.reason = reason
+            if columns is not None and columns.shape[1]:
+                answer.columns.append(columns)
+            answer.versions += dict.fromkeys(v for v in versions if tokens and v not in answer.versions)
+            logprobs = None if columns is None else _logprobs([columns], self.prompt)
+            event = Event(number, tokens, "", reason, logprobs)
+            self.events.append(event)
+            self.listening.append(threading.get_ident())
+        self._notify(event)
+        with self.changed:
+            self.listening.remove(threading.get_ident())
+            # The last sequences begin last, so this usually ends at once.
+            self._has_ended = not self.listening and all(answer.reason for answer in reversed(self.answers))
+            self._wake()
+
+    def end(self, reason: StopReason) -> None:
+        """End the sequences that have not ended."""
+        for number, answer in enumerate(self.answers):
+            if not answer.reason:
+                self.add(number, [], reason)
+
+    def fail(self, error: BaseException) -> bool:
+        """Make the prompt fail with `error`. Return False if it has already ended."""
+        with self.changed:
+            if self.done:
+                return False
+            self.failure = error
+            self._wake()
+            return True
+
+    def notify_failure(self) -> None:
+        """Send the listener an `Event` without tokens or a stop reason, which says that the prompt has failed."""
+        self._notify(Event(0, [], "", StopReason.NONE))
+
+    def _notify(self, event: Event) -> None:
+        """Call the listener. If it raises an exception, the prompt fails, and the listener is not called again."""
+        listener = self._listener
+        if listener is None:
+            return
+        try:
+            listener(event)
+        except BaseException as error:  # even SystemExit must not end the engine
+            self._listener = None
+            self.fail(error)
+
+    def _wake(self) -> None:
+        self.changed.notify_all()
+        for loop, event in self.waiters:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody is waiting
+                loop.call_soon_threadsafe(event.set)
 
 
 class Handle:
@@ -90,45 +186,35 @@ class Handle:
 
     Iterate over the handle, with `for` or `async for`, to get all events as they occur, or call `result` to wait for
     the end. Several threads can iterate and wait at the same time.
-
-    Attributes:
-        failure: the exception that `result` raises, or None.
-        cached_tokens: the number of prompt tokens copied from the prefix store; 0 until the first event.
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        tokenizer: Tokenizer | None,
-        listener: Callable[[Event], object] | None,
-        cancel: Callable[[], object],
-        home: Home,
-    ):
-        self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
-        self._home = home
-        self._sequences = [_Sequence() for _ in range(prompt.sequences)]
-        self._events: list[Event] = []
-        self._changed = threading.Condition()
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._telling: list[int] = []  # the thread of each call of the listener that is in progress
-        self._has_ended = False
-        self.failure: BaseException | None = None
-        self.cached_tokens = 0
+    def __init__(self, results: Results, tokenizer: Tokenizer | None, cancel: Callable[[], object], home: Home):
+        self._results, self._tokenizer, self._cancel, self._home = results, tokenizer, cancel, home
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that `result` raises, or None."""
+        return self._results.failure
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of prompt tokens copied from the prefix store; 0 until the first event."""
+        return self._results.cached_tokens
 
     @property
     def index(self) -> int:
         """The prompt's index."""
-        return self._prompt.index
+        return self._results.prompt.index
 
     @property
     def sequences(self) -> int:
         """The number of sequences to generate for the prompt."""
-        return len(self._sequences)
+        return len(self._results.answers)
 
     @property
     def done(self) -> bool:
         """True if all sequences have ended, or cannot continue."""
-        return self.failure is not None or self._has_ended
+        return self._results.done
 
     def cancel(self) -> None:
         """Cancel the prompt. Its sequences end with `StopReason.CANCELLED` and keep the tokens generated so far."""
@@ -157,13 +243,13 @@ class Handle:
         if ready():
             return True
         self._check_wait(name)
-        with self._changed:
-            return self._changed.wait_for(ready, timeout)
+        with self._results.changed:
+            return self._results.changed.wait_for(ready, timeout)
 
     def _check_wait(self, name: str) -> None:
         """Raise an error if the current thread cannot wait for the prompt; `name` is the name of the call."""
         self._home.check_wait(name)
-        if threading.get_ident() in self._telling:  # a thread that cancels the prompt also calls the listener
+        if threading.get_ident() in self._results.listening:  # a thread that cancels the prompt also calls the listener
             raise waits(name)
 
     def completions(self) -> list[Completion]:
@@ -172,18 +258,18 @@ class Handle:
 
     def completion(self, number: int) -> Completion:
         """Return one of the sequences in its current state."""
-        sequence, prompt = self._sequences[number], self._prompt
-        tokens = list(sequence.tokens)
+        answer, prompt = self._results.answers[number], self._results.prompt
+        tokens = list(answer.tokens)
         return Completion(
             index=prompt.index,
             sequence=number,
             ids=prompt.ids.tolist(),
             tokens=tokens,
             text=None if self._tokenizer is None else self._tokenizer.decode(tokens),
-            stop_reason=sequence.reason,
-            logprobs=_logprobs(sequence.rest, prompt),
-            error=FAILURES.get(sequence.reason),
-            versions=tuple(sequence.versions),
+            stop_reason=answer.reason,
+            logprobs=_logprobs(answer.columns, prompt),
+            error=FAILURES.get(answer.reason),
+            versions=tuple(answer.versions),
             cached_tokens=self.cached_tokens,
             metadata=prompt.metadata,
         )
@@ -195,8 +281,8 @@ class Handle:
         """
         reader, seen = EventReader(self._tokenizer), 0
         while True:
-            self._wait(_NEXT, lambda seen=seen: len(self._events) > seen or self.done)
-            done, new = self.done, self._events[seen:]  # in this order, because an event comes before the end
+            self._wait(_NEXT, lambda seen=seen: len(self._results.events) > seen or self.done)
+            done, new = self.done, self._results.events[seen:]  # in this order, because an event comes before the end
             seen += len(new)
             for event in new:
                 yield reader.read(event)
@@ -211,12 +297,12 @@ class Handle:
         waiter = asyncio.get_running_loop(), asyncio.Event()
         if not self.done:
             self._home.check()
-            with self._changed:
-                self._waiters.add(waiter)
+            with self._results.changed:
+                self._results.waiters.add(waiter)
         try:
             while True:
                 waiter[1].clear()
-                done, new = self.done, self._events[seen:]
+                done, new = self.done, self._results.events[seen:]
                 seen += len(new)
                 for event in new:
                     yield reader.read(event)
@@ -226,75 +312,11 @@ class Handle:
                     self._check_wait(_NEXT)
                     await waiter[1].wait()
         finally:
-            if waiter in self._waiters:
-                with self._changed:
-                    self._waiters.discard(waiter)
+            if waiter in self._results.waiters:
+                with self._results.changed:
+                    self._results.waiters.discard(waiter)
         if self.failure is not None:
             raise self.failure
-
-    def _add(
-        self,
-        number: int,
-        tokens: list[int],
-        reason: StopReason,
-        rest: Any = None,
-        versions: tuple[int, ...] = (),
-    ) -> None:
-        """Add new results of a sequence. Called by the engine."""
-        with self._changed:
-            sequence = self._sequences[number]
-            if sequence.reason:  # cancelled in the meantime
-                return
-            sequence.tokens += tokens
-            sequence.reason = reason
-            if rest is not None and rest.shape[1]:
-                sequence.rest.append(rest)
-            sequence.versions += dict.fromkeys(v for v in versions if tokens and v not in sequence.versions)
-            news = Event(number, tokens, "", reason, None if rest is None else _logprobs([rest], self._prompt))
-            self._events.append(news)
-            self._telling.append(threading.get_ident())
-        self._tell(news)
-        with self._changed:
-            self._telling.remove(threading.get_ident())
-            # The last sequences begin last, so this usually ends at once.
-            self._has_ended = not self._telling and all(sequence.reason for sequence in reversed(self._sequences))
-            self._wake()
-
-    def _end(self, reason: StopReason) -> None:
-        """End the sequences that have not ended. Called by the engine."""
-        for number, sequence in enumerate(self._sequences):
-            if not sequence.reason:
-                self._add(number, [], reason)
-
-    def _fail(self, error: BaseException) -> bool:
-        """Make the prompt fail with `error`. Return False if it has already ended. Called by the engine."""
-        with self._changed:
-            if self.done:
-                return False
-            self.failure = error
-            self._wake()
-            return True
-
-    def _tell_failure(self) -> None:
-        """Send the listener an `Event` without tokens or a stop reason, which says that the prompt has failed."""
-        self._tell(Event(0, [], "", StopReason.NONE))
-
-    def _tell(self, event: Event) -> None:
-        """Call the listener. If it raises an exception, the prompt fails, and the listener is not called again."""
-        listener = self._listener
-        if listener is None:
-            return
-        try:
-            listener(event)
-        except BaseException as error:  # even SystemExit must not end the engine
-            self._listener = None
-            self._fail(error)
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody is waiting
-                loop.call_soon_threadsafe(event.set)
 
 
 class EventReader:
@@ -321,5 +343,5 @@ def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:
     numbers = columns.view(np.float32)
     if not top:
         return LogProbs(numbers[:, 0])  # pyright: ignore[reportArgumentType]
-    most = (columns.shape[1] - 1) // 2
-    return LogProbs(numbers[:, 0], numbers[:, 1 + most :][:, :top], columns[:, 1 : 1 + most][:, :top])  # pyright: ignore[reportArgumentType]
+    stored = (columns.shape[1] - 1) // 2
+    return LogProbs(numbers[:, 0], numbers[:, 1 + stored :][:, :top], columns[:, 1 : 1 + stored][:, :top])  # pyright: ignore[reportArgumentType]

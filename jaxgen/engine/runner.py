@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine.device import Device
+from jaxgen.engine.automaton_tables import Table
+from jaxgen.engine.device_loop import Device
 from jaxgen.engine.home import EngineClosed, Home
-from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.schedule import Flight, Pace, Schedule
-from jaxgen.engine.tables import Table
+from jaxgen.engine.processes import Action, Plan, Processes
+from jaxgen.engine.schedule import Job, Pace, Schedule
 
 STEPS = 8  # maximum number of steps in a chunk
 # While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine
@@ -69,7 +69,7 @@ class Runner:
         self.changed = threading.Condition()
         self.weights, self.version = {0: params}, 0
         self._pace = Pace(STEPS)
-        self._told: list[Flight] = []  # the prompts whose results are being delivered
+        self._delivering: list[Job] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
         self.paused = self.in_flight = self.warming = self.is_exiting = False
         self.error: BaseException | None = None
@@ -100,27 +100,27 @@ class Runner:
             with self.changed:
                 self.is_exiting = True
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: self.has_ended or self._told)
+                self.changed.wait_for(lambda: self.has_ended or self._delivering)
             self._thread.join(_LISTENERS)
 
-    def canceller(self, flight: Flight) -> Callable[[], None]:
+    def canceller(self, job: Job) -> Callable[[], None]:
         """Return a function that cancels a prompt. The function does not keep the runner and its weights in memory."""
         runner = weakref.ref(self)
 
         def cancel() -> None:
             if (found := runner()) is not None:
-                found._cancel(flight)
+                found._cancel(job)
 
         return cancel
 
-    def _cancel(self, flight: Flight) -> None:
+    def _cancel(self, job: Job) -> None:
         """Cancel a prompt on behalf of its handle."""
         with self.changed:
-            if flight.owner.done or self.error is not None:
+            if job.results.done or self.error is not None:
                 return
-            self.schedule.cancel(flight)
+            self.schedule.cancel(job)
             self.changed.notify_all()
-        flight.owner._end(StopReason.CANCELLED)
+        job.results.end(StopReason.CANCELLED)
 
     def check_open(self) -> None:
         """Raise an error if the engine has failed or is closed."""
@@ -133,29 +133,29 @@ class Runner:
         if self.error is not None:
             raise self.error
 
-    def _unanswered(self) -> list[Flight]:
+    def _unanswered(self) -> list[Job]:
         """Cancel all prompts, and return them."""
-        flights = [*self.schedule.waiting, *self.schedule.flying.values(), *self._told]
-        for flight in flights:
-            self.schedule.cancel(flight)
-        return flights
+        jobs = [*self.schedule.waiting, *self.schedule.on_device.values(), *self._delivering]
+        for job in jobs:
+            self.schedule.cancel(job)
+        return jobs
 
-    def _fail(self, flights: list[Flight], error: BaseException) -> None:
+    def _fail(self, jobs: list[Job], error: BaseException) -> None:
         """Make the handles of prompts raise an error.
 
         No listener is called before all handles have failed, because it may wait for one of them.
         """
-        for owner in [flight.owner for flight in flights if flight.owner._fail(error)]:
-            owner._tell_failure()
+        for results in [job.results for job in jobs if job.results.fail(error)]:
+            results.notify_failure()
 
     def _joint(self) -> dict[str, Any]:
         return {name: table.joint for name, table in self._tables.items()}
 
     def _run(self) -> None:
         """Run until the engine is closed. An exception stops the engine, and all of its prompts fail."""
-        dropped: list[Flight] = []
+        dropped: list[Job] = []
         try:
-            self._lead() if self._leads else self._obey()
+            self._run_leader() if self._leads else self._run_follower()
         except BaseException as error:
             with self.changed:
                 self.error, self.is_open = error, False
@@ -167,9 +167,9 @@ class Runner:
         if self.error is not None:
             self._fail(dropped, self.error)
             if self._processes is not None and self._leads:
-                self._processes.send_nothing(Step.FAIL)
+                self._processes.send_nothing(Action.FAIL)
 
-    def _lead(self) -> None:
+    def _run_leader(self) -> None:
         """Run chunks while there is something to do. Each chunk starts before the previous chunk's results are read."""
         running: tuple[jax.Array, int, float] | None = None
         while running is not None or ((self._can_start or self.is_open) and not self.is_exiting):
@@ -181,12 +181,12 @@ class Runner:
                 begun = time.monotonic()
                 started = self._start(*plan), plan[0].version, begun
             elif self._processes is not None:
-                self._processes.send_nothing(Step.WAIT)
+                self._processes.send_nothing(Action.WAIT)
             if running is not None:
                 self._read(*running)
             plan, running = None, started
         if self._processes is not None:
-            self._processes.send_nothing(Step.END)
+            self._processes.send_nothing(Action.END)
 
     def _next_plan(self, is_running: bool) -> tuple[Plan, Any] | None:
         """Return the next chunk's plan and parameters. If there is nothing to do, wait for a moment and return None."""
@@ -200,18 +200,18 @@ class Runner:
                 self.is_open = self.paused = self.schedule.holds = False
             plan = None
             if self._can_start and not self.is_exiting:
-                plan = Plan(Step.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
+                plan = Plan(Action.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
             self.in_flight = is_running or plan is not None
             self.warming = False
             return None if plan is None else (plan, self.weights[self.version])
 
-    def _obey(self) -> None:
+    def _run_follower(self) -> None:
         """Run the same chunks as process 0."""
         assert self._processes is not None
-        while (plan := self._processes.receive()).step != Step.END:
-            if plan.step == Step.FAIL:
+        while (plan := self._processes.receive()).action != Action.END:
+            if plan.action == Action.FAIL:
                 raise EngineClosed("the engine failed in process 0, which reports the reason")
-            if plan.step == Step.CHUNK:
+            if plan.action == Action.CHUNK:
                 with self.changed:
                     self.changed.wait_for(lambda plan=plan: plan.version <= self.version)
                     self.weights = {n: params for n, params in self.weights.items() if n >= plan.version}
@@ -236,15 +236,16 @@ class Runner:
         with self.changed:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self.schedule.read(happened))
-            self._told = [entry.flight for entry in entries]
+            self._delivering = [entry.job for entry in entries]
             self.changed.notify_all()  # for callers that wait until all prompts are answered
-        for flight, number, tokens, reason, rest, sent_with in entries:
-            flight.owner.cached_tokens = flight.cached
-            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (sent_with, version))
-            if flight.owner.failure is not None:  # raised by the caller's on_event
+        for job, number, tokens, reason, columns, sent_with in entries:
+            results = job.results
+            results.cached_tokens = job.cached
+            results.add(number, tokens.tolist(), StopReason(reason), columns, (sent_with, version))
+            if results.failure is not None:  # raised by the caller's on_event
                 with self.changed:
-                    self.schedule.cancel(flight)
-        self._told = []
+                    self.schedule.cancel(job)
+        self._delivering = []
 
 
 _RUNNING: weakref.WeakSet[Runner] = weakref.WeakSet()

@@ -15,8 +15,9 @@ import numpy as np
 from jaxgen.decoding.chunks import Arrivals
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.prefixes import Claim, Prefixes
-from jaxgen.engine.tables import Table
+from jaxgen.engine.automaton_tables import Table
+from jaxgen.engine.prefix_index import Claim, Prefixes
+from jaxgen.engine.results import Results
 from jaxgen.engine.waiting import Waiting
 from jaxgen.request.prompt import Prompt, PromptReader
 
@@ -41,11 +42,11 @@ class Part:
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
+class Job:
     """A prompt that is waiting or being answered. Its sequences are sent to the device in one or more parts.
 
     Attributes:
-        owner: the recipient of the prompt's results.
+        results: the results so far.
         group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
@@ -59,7 +60,7 @@ class Flight:
     """
 
     prompt: Prompt
-    owner: Any
+    results: Results
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     group: Hashable = None
     number: int = NOBODY
@@ -106,19 +107,19 @@ class Entries(NamedTuple):
     """The journal's entries for one sequence in a chunk.
 
     Attributes:
-        flight: the prompt.
+        job: the prompt.
         sequence: the index of the sequence within the prompt.
         tokens: int32[n], the new tokens.
         reason: a `StopReason`; 0 if the sequence has not ended.
-        rest: int32[n, C], the other columns of the journal.
+        columns: int32[n, C], the other columns of the journal.
         version: the version of the weights when the sequence was sent.
     """
 
-    flight: Flight
+    job: Job
     sequence: int
     tokens: np.ndarray
     reason: int
-    rest: np.ndarray
+    columns: np.ndarray
     version: int
 
 
@@ -138,7 +139,7 @@ class Schedule:
         version: the version of the current weights.
         holds: if True, only prompts of which a part has been sent are sent.
         waiting: the prompts with sequences that have not been sent.
-        flying: the prompts of which a part has been sent and which have not ended, by number.
+        on_device: the prompts of which a part has been sent and which have not ended, by number.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class Schedule:
     ):
         self.reader, self.tables, self.places, self.slots, self.key = reader, tables, places, slots, key
         self.prefixes, self.version, self.holds = prefixes, 0, False
-        self.waiting: Waiting[Flight] = Waiting()
-        self.flying: dict[int, Flight] = {}
+        self.waiting: Waiting[Job] = Waiting()
+        self.on_device: dict[int, Job] = {}
         # The prompts for which a table had no space, oldest first, with the names of the tables. While a prompt waits
         # for space in a table, younger prompts that need this table wait too, even if their automata are already in the
         # table. Otherwise, the prompt might wait forever.
-        self._blocked: dict[Flight, str] = {}
+        self._blocked: dict[Job, str] = {}
         self._numbers = itertools.cycle(range(2**31 - 1))  # stored as int32 on the device
-        self._cancelled: collections.deque[Flight] = collections.deque()
+        self._cancelled: collections.deque[Job] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # number of prompts waiting on the device at the end of the most recently read chunk
         # The number of sequences that began in each of the latest chunks. If no prompt was left in the queue at the end
@@ -170,25 +171,25 @@ class Schedule:
     @property
     def idle(self) -> bool:
         """True if there is nothing to do."""
-        return not ((self.waiting and not self.holds) or self.flying or self._cancelled)
+        return not ((self.waiting and not self.holds) or self.on_device or self._cancelled)
 
     @property
     def counts(self) -> Counts:
         """Statistics up to the last chunk that was read."""
         # A sequence gets its first token when it enters a slot, and one more token in each later step.
         rows = max(self._tokens - self._begun, 0)
-        running = sum(flight.begun > 0 for flight in self.flying.values())
-        waiting = len({*self.waiting, *self.flying.values()}) - running
+        running = sum(job.begun > 0 for job in self.on_device.values())
+        waiting = len({*self.waiting, *self.on_device.values()}) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, job: Job) -> None:
         """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""
-        if flight in self.waiting:
-            self.waiting.remove(flight)
-            self._blocked.pop(flight, None)
-        if self.flying.get(flight.number) is flight:
-            self._cancelled.append(flight)
-            self._land(flight)
+        if job in self.waiting:
+            self.waiting.remove(job)
+            self._blocked.pop(job, None)
+        if self.on_device.get(job.number) is job:
+            self._cancelled.append(job)
+            self._release(job)
 
     def no_arrivals(self) -> Arrivals:
         """Return `Arrivals` without new prompts or cancellations."""
@@ -202,26 +203,26 @@ class Schedule:
         not have fewer sequences than there are slots, unless it is the last part.
         """
         cancelled = [self._cancelled.popleft() for _ in range(min(self.slots, len(self._cancelled)))]
-        for flight in cancelled:
-            for claim in [part.claim for part in flight.parts if part.claim is not None]:
+        for job in cancelled:
+            for claim in [part.claim for part in job.parts if part.claim is not None]:
                 self.prefixes.release(claim)
         space, sequences = min(self.slots, self.places - self._queued - sum(self._sent)), self._space()
-        sent: list[Flight] = []
-        for flight in self.waiting.in_turn():
+        sent: list[Job] = []
+        for job in self.waiting.in_turn():
             if len(sent) >= space or sequences <= 0:
                 break
-            if (self.holds and not flight.sent) or (claim := self._enter(flight)) is None:
+            if (self.holds and not job.sent) or (claim := self._enter(job)) is None:
                 continue
-            if not flight.sent:
-                flight.number = next(number for number in self._numbers if number not in self.flying)
-                self.flying[flight.number] = flight
-                flight.cached = len(claim.have) * self.prefixes.chunk
-            count = min(flight.sequences - flight.sent, max(sequences, self.slots))
-            flight.parts.append(Part(flight.sent, flight.sent, self.version, claim))
-            flight.sent += count
-            self.waiting.serve(flight, count, is_last=flight.sent == flight.sequences)
+            if not job.sent:
+                job.number = next(number for number in self._numbers if number not in self.on_device)
+                self.on_device[job.number] = job
+                job.cached = len(claim.have) * self.prefixes.chunk
+            count = min(job.sequences - job.sent, max(sequences, self.slots))
+            job.parts.append(Part(job.sent, job.sent, self.version, claim))
+            job.sent += count
+            self.waiting.serve(job, count, is_last=job.sent == job.sequences)
             sequences -= count
-            sent.append(flight)
+            sent.append(job)
         self._sent.append(len(sent))
         return self._arrivals(sent, cancelled) if sent or cancelled else None
 
@@ -231,58 +232,58 @@ class Schedule:
         A prompt that arrives later waits until all sequences sent before have begun. So no more are sent than slots may
         need until the next arrivals: those of this chunk, and of the chunk that the device is running.
         """
-        waiting = sum(flight.sent - flight.begun for flight in self.flying.values())
+        waiting = sum(job.sent - job.begun for job in self.on_device.values())
         return self.slots + 2 * max(self._begins) - waiting
 
-    def _enter(self, flight: Flight) -> Claim | None:
+    def _enter(self, job: Job) -> Claim | None:
         """Add the prompt of the next part to the tables, and return the part's claim, or None if it must wait."""
-        if flight.chunks is None:
-            flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
-        if self.prefixes.must_wait(flight.chunks):
+        if job.chunks is None:
+            job.chunks = self.prefixes.names(job.prompt.ids, int(job.prompt.options.get("adapter", -1)))
+        if self.prefixes.must_wait(job.chunks):
             return None
-        if flight.states is None:
-            flight.states = self._initial_states(flight)
-        return None if flight.states is None else self.prefixes.enter(flight.chunks)
+        if job.states is None:
+            job.states = self._initial_states(job)
+        return None if job.states is None else self.prefixes.enter(job.chunks)
 
-    def _initial_states(self, flight: Flight) -> dict[str, int] | None:
+    def _initial_states(self, job: Job) -> dict[str, int] | None:
         """Add a prompt to the tables, and return its initial states, or None if a table has no space."""
         states: dict[str, int] = {}
         for name, table in self.tables.items():
             state = 0
-            if name in flight.automata:
-                is_blocked = self._is_blocked(name, flight)
-                state = None if is_blocked else table.enter(*flight.automata[name])
+            if name in job.automata:
+                is_blocked = self._is_blocked(name, job)
+                state = None if is_blocked else table.enter(*job.automata[name])
                 if state is None:
                     if not is_blocked:
-                        self._blocked[flight] = name
-                    for entered in states.keys() & flight.automata.keys():
-                        self.tables[entered].leave(flight.automata[entered][0])
+                        self._blocked[job] = name
+                    for entered in states.keys() & job.automata.keys():
+                        self.tables[entered].leave(job.automata[entered][0])
                     return None
             states[name] = state
-        self._blocked.pop(flight, None)
+        self._blocked.pop(job, None)
         return states
 
-    def _is_blocked(self, name: str, flight: Flight) -> bool:
+    def _is_blocked(self, name: str, job: Job) -> bool:
         """Return True if an older prompt waits for space in a table."""
-        older = itertools.takewhile(lambda other: other is not flight, self._blocked)
+        older = itertools.takewhile(lambda other: other is not job, self._blocked)
         return any(self._blocked[other] == name for other in older)
 
-    def _arrivals(self, sent: list[Flight], cancelled: list[Flight]) -> Arrivals:
+    def _arrivals(self, sent: list[Job], cancelled: list[Job]) -> Arrivals:
         """Return the arrivals with the newest part of each of the prompts in `sent`."""
-        rows, parts = self.slots, [flight.parts[-1] for flight in sent]
+        rows, parts = self.slots, [job.parts[-1] for job in sent]
         ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that is never assigned to a prompt
-        ended[: len(cancelled)] = [flight.number for flight in cancelled]
-        prompts = [flight.prompt for flight in sent]
+        ended[: len(cancelled)] = [job.number for job in cancelled]
+        prompts = [job.prompt for job in sent]
         number = np.full(rows, NOBODY, np.int32)
         first_sequence, sequences = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         key, index = np.broadcast_to(self.key, (rows, *self.key.shape)).copy(), np.zeros(rows, np.uint32)
         own_key = np.zeros(rows, bool)
-        for row, (flight, prompt, part) in enumerate(zip(sent, prompts, parts, strict=True)):
-            number[row], index[row] = flight.number, prompt.index
-            first_sequence[row], sequences[row] = part.first, flight.sent - part.first
+        for row, (job, prompt, part) in enumerate(zip(sent, prompts, parts, strict=True)):
+            number[row], index[row] = job.number, prompt.index
+            first_sequence[row], sequences[row] = part.first, job.sent - part.first
             if prompt.key is not None:
                 key[row], own_key[row] = prompt.key, True
-        starts = {name: [flight.states[name] for flight in sent if flight.states] for name in self.tables}
+        starts = {name: [job.states[name] for job in sent if job.states] for name in self.tables}
         request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
@@ -299,28 +300,28 @@ class Schedule:
         entries = entries[order]
         begins = np.flatnonzero(np.any(np.diff(entries[:, :2], axis=0, prepend=NOBODY - 1), axis=1))
         for news in np.split(entries, begins[1:]) if count else ():
-            flight = self.flying.get(int(news[0, 0]))
-            if flight is None:  # cancelled
+            job = self.on_device.get(int(news[0, 0]))
+            if job is None:  # cancelled
                 continue
             sequence, reason = int(news[0, 1]), int(news[-1, 3])
-            part = flight.part(sequence)
+            part = job.part(sequence)
             if part.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
                 self.prefixes.confirm(part.claim)
                 part.claim = None
             news = news[news[:, 2] >= 0]  # drop entries that only end the sequence
             self._tokens += len(news)
             begun = max(sequence + 1 - part.begun, 0)  # the sequences of a part begin in order
-            part.begun, flight.begun, self._begun = part.begun + begun, flight.begun + begun, self._begun + begun
-            yield Entries(flight, sequence, news[:, 2], reason, news[:, 4:], part.version)
+            part.begun, job.begun, self._begun = part.begun + begun, job.begun + begun, self._begun + begun
+            yield Entries(job, sequence, news[:, 2], reason, news[:, 4:], part.version)
             if reason:
-                flight.remaining -= 1
-                if not flight.remaining:
-                    self._land(flight)
+                job.remaining -= 1
+                if not job.remaining:
+                    self._release(job)
         self._begins.append(max(self._begun - before, 0 if self._queued else self.slots))
 
-    def _land(self, flight: Flight) -> None:
-        del self.flying[flight.number]
-        for name, (key, _) in flight.automata.items():
+    def _release(self, job: Job) -> None:
+        del self.on_device[job.number]
+        for name, (key, _) in job.automata.items():
             self.tables[name].leave(key)
 
 
@@ -332,12 +333,12 @@ class Pace:
     the next chunk.
 
     Attributes:
-        most: the maximum number of steps.
+        limit: the maximum number of steps.
         steps: the number of steps in the next chunk.
     """
 
-    def __init__(self, most: int):
-        self.most, self.steps = most, 1
+    def __init__(self, limit: int):
+        self.limit, self.steps = limit, 1
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
@@ -346,4 +347,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.most)
+            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.limit)

@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.tables import eos_list
-from jaxgen.engine.many import generate_many
+from jaxgen.engine.many_prompts import generate_many
 from jaxgen.errors import ConfigError, GenerationError, InputError
 from jaxgen.progress import is_on
 from jaxgen.scoring.many import score_many

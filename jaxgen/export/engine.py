@@ -15,8 +15,8 @@ from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.request import Request
-from jaxgen.engine.device import Loop
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.device_loop import Loop
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Schedule
 from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms

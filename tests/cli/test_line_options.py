@@ -1,5 +1,6 @@
 """Options of single lines of --input: each is applied or refused, in slots and in batches, also when a run resumes."""
 
+import dataclasses
 import json
 import os
 
@@ -17,16 +18,15 @@ from jaxgen.cli.line_options import (
     in_batches,
     own_config,
     prompt_options,
-    table_sizes,
+    sizes_for,
 )
 from jaxgen.cli.session import Session
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Flags
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine import tables
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.results import Completion
-from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
@@ -159,20 +159,19 @@ def test_batches_have_lines_with_the_same_options(tmp_path):
     assert in_batches(lines, range(1, 8, 2), 3) == [[1, 3], [5], [7]]
 
 
-GRAMMARS = {f"grammar_{name}": size for name, size in tables.CAPACITY._asdict().items() if name != "automata"}
-
-
-def test_tables_have_room_for_all_lines(tmp_path, monkeypatch):
+def test_tables_have_room_for_all_lines(tmp_path):
     words = [{"regex": f"[a-z]{{{count}}}"} for count in (3, 2000, 3)] + [{"stop_strings": ["a" * 1500]}]
     lines = lines_of(tmp_path, *[{"prompt": "A"} | fields for fields in words])
-    sizes = table_sizes(lines, SAMPLING, TOK, None)
-    assert sizes == {**GRAMMARS, "stop_states": 2048}
-    monkeypatch.setattr(tables, "CAPACITY", Capacity(100, 1, 1, 1))
-    sizes = table_sizes(lines, SAMPLING, TOK, None)
-    assert sizes["grammar_states"] == 2 * 2001
-    assert sizes["grammar_transitions"] > 1
-    assert sizes["grammar_classes"] > 1
-    assert table_sizes(lines_of(tmp_path, {"prompt": "A"}), SAMPLING, TOK, None) == {}
+    expected = EngineSizes(slots=3, prompt_width=32, stop_states=2048)
+    assert sizes_for(lines, SAMPLING, TOK, None, EngineSizes(slots=3)) == expected
+    small = EngineSizes(grammar_states=100, grammar_transitions=1, grammar_classes=1)
+    sizes = sizes_for(lines, SAMPLING, TOK, None, small)
+    assert sizes.grammar_states == 2 * 2001
+    assert sizes.grammar_transitions > 1
+    assert sizes.grammar_classes > 1
+    lines = lines_of(tmp_path, {"prompt": "A"})
+    sizes = EngineSizes()
+    assert sizes_for(lines, SAMPLING, TOK, None, sizes) == dataclasses.replace(sizes, prompt_width=32)
 
 
 MIXED = [

@@ -22,11 +22,11 @@ from jaxgen import (
     shard_params,
 )
 from jaxgen.decoding.queue import NOBODY
+from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
-from jaxgen.engine.many import generate_many
+from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
-from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of
 from tests.support import slot_loops
@@ -137,8 +137,7 @@ def test_a_neighbor_with_more_options_changes_no_bit(engine):
 
 def test_generate_many_names_the_arguments_of_an_engine():
     own, engine = (inspect.signature(function).parameters for function in (generate_many, Engine))
-    assert own["prompt_width"] == engine["prompt_width"]
-    more = set(engine) - set(own) - {"most_waiting"}  # generate_many sets it
+    more = set(engine) - set(own) - {"own_sizes"}
     assert [name for name in more if f"`{name}`" not in generate_many.__doc__.partition("**engine")[2]] == []
 
 
@@ -410,7 +409,7 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_parts(engine, monkeypatch):
         assert_same(handle.result(60), expected)
     assert sum(first > 0 for first in firsts) > 4
     assert all(handle.result(60) for handle in others)
-    table = engine._tables["allowed"]._parts
+    table = engine._tables["allowed"]._entries
     assert not any(part.users for key, part in table.items() if key is not None)
 
 
@@ -634,11 +633,11 @@ def test_a_loop_that_was_closed_while_it_waited(engine):
     loop = asyncio.new_event_loop()
     task = loop.create_task(first(handle))
     loop.run_until_complete(asyncio.sleep(0.01))
-    waiters = set(handle._waiters)
+    waiters = set(handle._results.waiters)
     task.cancel()
     loop.run_until_complete(asyncio.wait([task]))
     loop.close()
-    handle._waiters |= waiters
+    handle._results.waiters |= waiters
     engine.resume()
     assert len(handle.result(60)) == 4
 
@@ -773,7 +772,11 @@ def test_threads_lose_nothing_and_get_nothing_twice(engine):
         ({"slots": 0}, InputError, "slots must be at least 1, got 0"),
         ({"prompt_width": 2.0}, TypeError, "prompt_width must be a whole number"),
         ({"stop_states": 0}, InputError, "stop_states must be at least 1"),
-        ({"prompt_width": 10**9}, InputError, "this call needs .* try a shorter prompt"),
+        ({"sizes": {"slots": 2}}, TypeError, "sizes must be an EngineSizes, got {'slots': 2}"),
+        ({"slot": 2}, TypeError, "Engine.. has no argument 'slot': did you mean 'slots'"),
+        ({"tokeniser": TOK}, TypeError, "Engine.. has no argument 'tokeniser': did you mean 'tokenizer'"),
+        ({"top_k": 5}, TypeError, r"Engine.. has no top_k, .* use cfg.replace\(top_k=...\)"),
+        ({"prompt_width": 10**9}, InputError, "this call needs .* shorter prompts"),
         ({"key": None}, InputError, "sampling needs a key"),
         ({"cfg": CFG.replace(output_scores=True)}, ConfigError, "output_scores is not offered"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgen import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.many import generate_many
+from jaxgen.engine.many_prompts import generate_many
 from tests.support.models import counting_config, counting_params
 
 PAD = 7

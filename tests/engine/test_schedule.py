@@ -7,13 +7,14 @@ import pytest
 
 from jaxgen import GenerationConfig, StopReason
 from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.prefixes import Prefixes
-from jaxgen.engine.schedule import Flight, Pace, Schedule
-from jaxgen.engine.tables import GrammarTable
+from jaxgen.engine.automaton_tables import GrammarTable
+from jaxgen.engine.prefix_index import Prefixes
+from jaxgen.engine.results import Results
+from jaxgen.engine.schedule import Job, Pace, Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
-from tests.engine.test_tables import VOCAB, grammar
+from tests.engine.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)
@@ -25,13 +26,13 @@ def schedule(places: int = 4, slots: int = 2, states: int = 12, prefixes: Prefix
     return Schedule(reader, tables, places, slots, np.zeros(2, np.uint32), prefixes or Prefixes(0, 8, 0))
 
 
-def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
+def job(plan: Schedule, index: int, automaton=None, **options) -> Job:
     prompt = plan.reader.read({"ids": [5, 6], "index": index, "allowed": automaton, **options})
-    return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
+    return Job(prompt, Results(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)})
 
 
-def add(plan: Schedule, *flights: Flight) -> None:
-    for each in flights:
+def add(plan: Schedule, *jobs: Job) -> None:
+    for each in jobs:
         plan.waiting.add(each)
 
 
@@ -54,14 +55,14 @@ def parts(plan: Schedule) -> list[tuple[int, int, int]]:
     return [tuple(map(int, column[:3])) for column in columns if column[3] != NOBODY]
 
 
-def begin(plan: Schedule, flight: Flight, first: int, count: int, reason: int = 0) -> None:
+def begin(plan: Schedule, job: Job, first: int, count: int, reason: int = 0) -> None:
     """Report that `count` sequences of a prompt begin, and that no prompt waits on the device."""
-    list(plan.read(packed(0, *((flight.number, first + number, 5, reason) for number in range(count)))))
+    list(plan.read(packed(0, *((job.number, first + number, 5, reason) for number in range(count)))))
 
 
 def test_prompts_are_sent_in_order_while_there_are_places():
     plan = schedule()
-    add(plan, *(flight(plan, n) for n in range(7)))
+    add(plan, *(job(plan, n) for n in range(7)))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
     assert sent(plan) == []  # the device reported two waiting prompts, and two have been sent since
@@ -115,7 +116,7 @@ def steps_and_waiting(kind: str, copies: int, is_limited: bool) -> tuple[int, in
     plan = schedule(places=16, slots=8)
     if not is_limited:
         plan._space = lambda: 10**9
-    add(plan, *(flight(plan, number, n=copies) for number in range(600 // copies)))
+    add(plan, *(job(plan, number, n=copies) for number in range(600 // copies)))
     running, most, most_begun = None, 0, 0
     while running is not None or not plan.idle:
         started = None
@@ -142,9 +143,9 @@ def test_few_sequences_wait_on_the_device_and_no_slot_waits_for_a_prompt(kind, c
 
 def test_a_prompt_that_arrives_late_waits_for_a_part_of_another_groups_prompt():
     plan = schedule(places=16, slots=8)
-    add(plan, *(flight(plan, number, n=60) for number in range(20)))
+    add(plan, *(job(plan, number, n=60) for number in range(20)))
     device, running, after = Device(8, lambda *_: 30), None, 0
-    late = flight(plan, 100)
+    late = job(plan, 100)
     late.group = "late"
     for number in range(10**3):
         if number == 40:
@@ -161,10 +162,10 @@ def test_a_prompt_that_arrives_late_waits_for_a_part_of_another_groups_prompt():
 
 def test_a_prompt_comes_before_most_sequences_of_nine_other_groups():
     plan = schedule(places=16, slots=8)
-    many = [flight(plan, number, n=64) for number in range(9)]
+    many = [job(plan, number, n=64) for number in range(9)]
     for each in many:
-        each.group = each.owner
-    single = flight(plan, 100)
+        each.group = each.prompt.index
+    single = job(plan, 100)
     single.group = "single"
     add(plan, *many, single)
     device, running = Device(8, lambda *_: 32), None
@@ -181,7 +182,7 @@ def test_a_prompt_comes_before_most_sequences_of_nine_other_groups():
 
 def test_a_prompt_is_sent_in_parts_in_turn_with_the_prompts_of_other_groups():
     plan = schedule(places=8, slots=2)
-    one, other, single, next_one = (flight(plan, number, n=n) for number, n in enumerate([9, 5, 1, 1]))
+    one, other, single, next_one = (job(plan, number, n=n) for number, n in enumerate([9, 5, 1, 1]))
     other.group, single.group = "other", "single"
     add(plan, one, other, single, next_one)
     assert parts(plan) == [(0, 0, 6)]  # two slots, and as many again in this chunk and in the next
@@ -193,15 +194,15 @@ def test_a_prompt_is_sent_in_parts_in_turn_with_the_prompts_of_other_groups():
     begin(plan, other, 0, 5, StopReason.EOS)
     begin(plan, single, 0, 1, StopReason.EOS)
     assert parts(plan) == [(0, 8, 1), (3, 0, 1)]
-    assert plan.flying == {0: one, 3: next_one}
+    assert plan.on_device == {0: one, 3: next_one}
 
 
 def test_a_part_of_a_prompt_does_not_have_fewer_sequences_than_there_are_slots():
     plan = schedule(places=8, slots=2)
-    long, single = flight(plan, 0, n=9), flight(plan, 1)
-    add(plan, *(flight(plan, number + 2) for number in range(2)))
+    long, single = job(plan, 0, n=9), job(plan, 1)
+    add(plan, *(job(plan, number + 2) for number in range(2)))
     plan.arrivals()
-    add(plan, single, flight(plan, 4), flight(plan, 5), long)
+    add(plan, single, job(plan, 4), job(plan, 5), long)
     assert parts(plan) == [(1, 0, 1), (4, 0, 1)]
     assert parts(plan) == [(5, 0, 1), (0, 0, 2)]  # 5 wait, and 6 may wait
 
@@ -209,15 +210,15 @@ def test_a_part_of_a_prompt_does_not_have_fewer_sequences_than_there_are_slots()
 def test_a_prompt_that_is_cancelled_between_its_parts():
     plan = schedule(places=8, slots=2, prefixes=Prefixes(4, 1, 1))
     automaton = grammar("[a-c]{1,4}")
-    one, other = flight(plan, 0, automaton, n=20), flight(plan, 1)
+    one, other = job(plan, 0, automaton, n=20), job(plan, 1)
     add(plan, one)
     assert parts(plan) == [(0, 0, 6)]
     assert one in plan.waiting
     number = one.number
     plan.cancel(one)
     plan.cancel(one)
-    assert (len(plan.waiting), plan.flying) == (0, {})
-    assert plan.tables["allowed"]._parts[id(automaton)].users == 0
+    assert (len(plan.waiting), plan.on_device) == (0, {})
+    assert plan.tables["allowed"]._entries[id(automaton)].users == 0
     add(plan, other)
     arrivals = plan.arrivals()
     assert arrivals.cancelled.tolist() == [number, NOBODY - 1]
@@ -232,10 +233,10 @@ def test_a_prompt_that_is_cancelled_between_its_parts():
 def test_all_parts_of_a_prompt_use_one_place_in_a_table():
     plan = schedule(places=8, slots=2)
     automaton = grammar("[a-c]{1,4}")
-    one = flight(plan, 0, automaton, n=8)
+    one = job(plan, 0, automaton, n=8)
     add(plan, one)
     starts = [plan.arrivals().request.grammar[0]]
-    part = plan.tables["allowed"]._parts[id(automaton)]
+    part = plan.tables["allowed"]._entries[id(automaton)]
     begin(plan, one, 0, 6, StopReason.EOS)
     assert part.users == 1  # none of the sequences that were sent is left, but not all have been sent
     starts.append(plan.arrivals().request.grammar[0])
@@ -247,7 +248,7 @@ def test_all_parts_of_a_prompt_use_one_place_in_a_table():
 
 def test_later_parts_copy_what_the_first_part_has_stored():
     plan = schedule(places=8, slots=2, prefixes=Prefixes(4, 1, 1))
-    one, plain = flight(plan, 0, n=20), flight(plan, 1)
+    one, plain = job(plan, 0, n=20), job(plan, 1)
     add(plan, one)
     first = plan.arrivals().prefixes
     assert first.have[0].tolist() == [-1]
@@ -267,7 +268,7 @@ def test_later_parts_copy_what_the_first_part_has_stored():
 
 def test_each_part_has_its_own_version_of_the_weights():
     plan = schedule(places=8, slots=2)
-    one = flight(plan, 0, n=9)
+    one = job(plan, 0, n=9)
     add(plan, one)
     plan.arrivals()
     begin(plan, one, 0, 6)
@@ -279,7 +280,7 @@ def test_each_part_has_its_own_version_of_the_weights():
 
 def test_while_prompts_are_held_the_rest_of_a_prompt_in_flight_is_sent():
     plan = schedule(places=8, slots=2)
-    one, other = flight(plan, 0, n=9), flight(plan, 1)
+    one, other = job(plan, 0, n=9), job(plan, 1)
     other.group = "other"
     add(plan, one)
     plan.arrivals()
@@ -295,8 +296,8 @@ def test_while_prompts_are_held_the_rest_of_a_prompt_in_flight_is_sent():
 
 def test_counts_of_a_prompt_that_is_sent_in_parts():
     plan = schedule(places=8, slots=2)
-    one = flight(plan, 0, n=9)
-    add(plan, one, flight(plan, 1))
+    one = job(plan, 0, n=9)
+    add(plan, one, job(plan, 1))
     plan.arrivals()
     assert plan.counts[3:] == (0, 2)
     begin(plan, one, 0, 2)
@@ -306,19 +307,19 @@ def test_counts_of_a_prompt_that_is_sent_in_parts():
 def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last():
     plan = schedule()
     assert plan.arrivals() is None
-    one, two = flight(plan, 0, n=2), flight(plan, 1)
+    one, two = job(plan, 0, n=2), job(plan, 1)
     add(plan, one, two)
     plan.arrivals()
     eos = StopReason.EOS
     told = list(
         plan.read(packed(0, (0, 1, 7, 0), (1, 0, 8, 0), (0, 0, 5, eos), (0, 1, 9, 0), (1, 0, -1, StopReason.NO_TOKEN)))
     )
-    assert [(e.flight.owner, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
+    assert [(e.job.prompt.index, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
         (0, 0, [5], eos),
         (0, 1, [7, 9], 0),
         (1, 0, [8], StopReason.NO_TOKEN),
     ]
-    assert list(plan.flying) == [0]
+    assert list(plan.on_device) == [0]
     plan.arrivals()
     [last] = plan.read(packed(0, (0, 1, 2, eos)))
     assert (last.tokens.tolist(), last.reason) == ([2], eos)
@@ -327,7 +328,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
 
 def test_a_cancelled_prompt_gets_no_more_entries():
     plan = schedule()
-    one, two, three = (flight(plan, n) for n in range(3))
+    one, two, three = (job(plan, n) for n in range(3))
     add(plan, one, two, three)
     plan.arrivals()
     plan.cancel(two)
@@ -336,17 +337,17 @@ def test_a_cancelled_prompt_gets_no_more_entries():
     arrivals = plan.arrivals()
     assert arrivals.cancelled.max() == two.number
     told = list(plan.read(packed(0, (one.number, 0, 5, 0), (two.number, 0, 6, 0))))
-    assert [e.flight.owner for e in told] == [0]
+    assert [e.job.prompt.index for e in told] == [0]
     assert not plan.waiting
 
 
 def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
     plan = schedule(places=9, slots=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
-    add(plan, *(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
+    add(plan, *(job(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
     assert sent(plan) == [0, 1, 5]  # no grammar overtakes another, or some would wait forever
     for expected in ([2], [3, 4]):
-        ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
+        ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.on_device.values())]
         list(plan.read(packed(0, *ends)))
         assert sent(plan) == expected
 
@@ -354,7 +355,7 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
 def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served():
     plan = schedule(places=9, slots=9, states=12)
     plain, first, large, other = (
-        flight(plan, number, automaton)
+        job(plan, number, automaton)
         for number, automaton in enumerate([None, grammar("[a-c]{1,4}"), grammar("[d-f]{1,8}"), grammar("y")])
     )
     add(plan, first, large, plain)
@@ -365,7 +366,7 @@ def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served
     list(plan.read(packed(0, (first.number, 0, 5, StopReason.EOS))))
     assert sent(plan) == [2, 3]
     list(plan.read(packed(0, (other.number, 0, 5, StopReason.EOS))))
-    blocked, behind = flight(plan, 4, grammar("[d-f]{1,9}")), flight(plan, 5, grammar("z"))
+    blocked, behind = job(plan, 4, grammar("[d-f]{1,9}")), job(plan, 5, grammar("z"))
     add(plan, blocked, behind)
     assert sent(plan) == []
     plan.cancel(blocked)
@@ -402,7 +403,7 @@ def test_a_chunk_takes_at_least_a_tenth_of_a_second():
 def test_counts():
     plan = schedule()
     assert plan.counts == (0, 0, 0, 0, 0)
-    add(plan, flight(plan, 0, n=2), flight(plan, 1))
+    add(plan, job(plan, 0, n=2), job(plan, 1))
     plan.arrivals()
     happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
     happened[0, 2] = 4

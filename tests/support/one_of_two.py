@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
-from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.tables import CAPACITY, tables_of
+from jaxgen.engine.automaton_tables import grammar_capacity, tables_of
+from jaxgen.engine.engine_sizes import EngineSizes
+from jaxgen.engine.processes import Action, Plan, Processes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.tokenizers import byte_level
 
@@ -130,13 +131,13 @@ def follow_tables(mesh: Mesh) -> dict:
         return broadcast(array)
 
     multihost_utils.broadcast_one_to_all = counted
-    made = tables_of(5000, CAPACITY, byte_level(), 512, True)
+    made = tables_of(5000, EngineSizes(stop_states=512), byte_level(), True)
     processes = Processes(np.zeros(1), {name: table.joint for name, table in made.items()}, "")
-    result: dict = {"table": CAPACITY.bytes(5000), "sums": [], "sent": []}
+    result: dict = {"table": grammar_capacity(EngineSizes()).bytes(5000), "sums": [], "sent": []}
     for name, pattern in (("none", None), ("letters", "[a-c]{1,8}"), ("digits", "[0-9]{2,40}"), ("digits", "")):
         if pattern:
             made["allowed"].enter(name, TokenAutomaton.from_regex(pattern, byte_level(), vocab_size=5000))
-        plan = Plan(Step.CHUNK, 0, 1, None, {name: table.joint for name, table in made.items()})
+        plan = Plan(Action.CHUNK, 0, 1, None, {name: table.joint for name, table in made.items()})
         sizes.clear()
         if jax.process_index() == 0:
             processes.send(plan)

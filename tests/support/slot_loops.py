@@ -12,10 +12,11 @@ from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.engine.device import Loop, trace
-from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.automaton_tables import GrammarTable
+from jaxgen.engine.device_loop import Loop, trace
+from jaxgen.engine.engine_sizes import EngineSizes
+from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.schedule import Schedule
-from jaxgen.engine.tables import GrammarTable
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
@@ -51,7 +52,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     """Return the instructions that copy caches or the table of grammars in the loops of an engine's program."""
     cfg = config(dtype)
     model = model_of(cfg)
-    options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
+    options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, EngineSizes(slots=SLOTS, prompt_width=WIDTH))
     loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(

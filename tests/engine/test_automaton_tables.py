@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, TokenAutomaton
-from jaxgen.engine.tables import CAPACITY, GrammarTable, StopTable
+from jaxgen.engine.automaton_tables import GrammarTable, StopTable, grammar_capacity
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.grammar.token_automaton import Capacity
 from tests.support.compilations import compilations
@@ -133,7 +134,7 @@ def test_adding_a_grammar_sends_only_its_own_part():
 def test_a_grammar_of_many_classes_is_answered_at_once_with_another():
     """A list of words has many classes of tokens and few states. Two such grammars fit together."""
     words = [chr(97 + i) + chr(97 + j) for i in range(12) for j in range(26)]
-    table = GrammarTable(VOCAB, CAPACITY)
+    table = GrammarTable(VOCAB, grammar_capacity(EngineSizes()))
     first, second = (grammar("|".join(words[half::2])) for half in (0, 1))
     for automaton in (first, second):
         table.fits(automaton)

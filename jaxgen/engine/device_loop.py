@@ -113,12 +113,12 @@ class Device:
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
-        news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
+        placed = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
         run = self._run(params, self._placed_tables(tables, params))
         if self._state is None:
-            self._state, packed = _first_chunk(run, news, np.int32(steps), **self._loop.of_open)
+            self._state, packed = _first_chunk(run, placed, np.int32(steps), **self._loop.of_open)
         else:
-            self._state, packed = _chunk(run, self._state, news, np.int32(steps), **self._loop.of_chunk)
+            self._state, packed = _chunk(run, self._state, placed, np.int32(steps), **self._loop.of_chunk)
         return packed
 
     def _placed(self, tree: Any, params: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import power_of_two
+from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.row_parts import BLOCK
 from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
@@ -21,13 +22,11 @@ from jaxgen.grammar.token_table import compact
 from jaxgen.programs import Program
 from jaxgen.text.tokenizer import Tokenizer
 
-# The default sizes of an engine's table of grammars. With a vocabulary of 151,936 tokens, the table takes 29 MB.
-CAPACITY = Capacity(states=2**16, transitions=2**19, classes=4096, automata=64)
 _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that are written at a time
 
 
 @dataclasses.dataclass
-class _Part:
+class _Entry:
     """An automaton in a table, its first place in each of the table's spaces, and the number of prompts that use it."""
 
     automaton: Any
@@ -54,7 +53,7 @@ class Table(abc.ABC):
 
     def __init__(self, name: str, spaces: dict[str, int], free: Any, joint: Any):
         self._name, self._spaces, self.joint = name, spaces, joint
-        self._parts: dict[Hashable, _Part] = {}
+        self._entries: dict[Hashable, _Entry] = {}
         self._lock = threading.Lock()
         self.enter(None, free)
 
@@ -72,10 +71,10 @@ class Table(abc.ABC):
 
     def fits(self, automaton: Any) -> None:
         """Raise an error if an automaton is larger than the table allows."""
-        for name, (needed, most) in self.limits(automaton).items():
-            if needed > most:
+        for name, (needed, limit) in self.limits(automaton).items():
+            if needed > limit:
                 raise InputError(
-                    f"{self._name} needs {needed:,} {name}, but the engine allows at most {most:,}: create the engine "
+                    f"{self._name} needs {needed:,} {name}, but the engine allows at most {limit:,}: create the engine "
                     "with larger tables, or use fewer or shorter texts"
                 )
 
@@ -85,38 +84,38 @@ class Table(abc.ABC):
         If the automaton is not in the table yet, add it; if there is currently no space for it, return None.
         """
         with self._lock:
-            part = self._parts.pop(key, None) or self._added(automaton)
-            if part is None:
+            entry = self._entries.pop(key, None) or self._added(automaton)
+            if entry is None:
                 return None
-            self._parts[key] = part  # the automaton that prompts began to use last is the last one
-            part.users += 1
-            return part.first[0] + np.asarray(part.automaton.start).item()  # a stack of one has shape [1]
+            self._entries[key] = entry  # the automaton that prompts began to use last is the last one
+            entry.users += 1
+            return entry.first[0] + np.asarray(entry.automaton.start).item()  # a stack of one has shape [1]
 
     def leave(self, key: Hashable) -> None:
         """Record that a prompt no longer uses an automaton."""
         with self._lock:
-            self._parts[key].users -= 1
+            self._entries[key].users -= 1
 
-    def _added(self, automaton: Any) -> _Part | None:
+    def _added(self, automaton: Any) -> _Entry | None:
         sizes = self.sizes(automaton)
-        unused = [key for key, part in self._parts.items() if not part.users]
+        unused = [key for key, entry in self._entries.items() if not entry.users]
         while (first := self._places(sizes)) is None and unused:
-            del self._parts[unused.pop(0)]
+            del self._entries[unused.pop(0)]
         if first is None:
             return None
-        part = _Part(automaton, first, sizes)
+        entry = _Entry(automaton, first, sizes)
         self.write(first, automaton)
-        return part
+        return entry
 
     def _places(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the start of the first gap of the given size in each space, or None if a space has no such gap."""
         found = []
         for space, (size, total) in enumerate(zip(sizes, self._spaces.values(), strict=True)):
             first = 0
-            for part in sorted(self._parts.values(), key=lambda part: part.first[space]):
-                if part.first[space] - first >= size:
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.first[space]):
+                if entry.first[space] - first >= size:
                     break
-                first = part.first[space] + part.sizes[space]
+                first = entry.first[space] + entry.sizes[space]
             if total - first < size:
                 return None
             found.append(first)
@@ -139,7 +138,7 @@ class GrammarTable(Table):
         # The transitions are rounded up so that a TPU can divide them into blocks; see `row_parts`.
         unused = -(self._capacity.transitions + capacity.width) % BLOCK
         self._capacity = self._capacity._replace(transitions=self._capacity.transitions + unused)
-        self._most = {name: max(size // 2, 1) for name, size in spaces.items()}
+        self._largest = {name: max(size // 2, 1) for name, size in spaces.items()}
         spaces = {name: size + 1 for name, size in spaces.items()}
         empty = jax.device_put(TokenAutomaton.empty(self._capacity, vocab))
         super().__init__("the grammar", spaces, TokenAutomaton.of_table(free, one), empty)
@@ -153,11 +152,11 @@ class GrammarTable(Table):
         """Return the limits, named after the arguments of `Engine` that raise them."""
         needs, space = automaton.needs, self._capacity
         return {
-            "states (grammar_states: twice as many)": (needs.states, self._most["states"]),
-            "transitions (grammar_transitions: twice as many)": (needs.transitions, self._most["transitions"]),
+            "states (grammar_states: twice as many)": (needs.states, self._largest["states"]),
+            "transitions (grammar_transitions: twice as many)": (needs.transitions, self._largest["transitions"]),
             "classes of tokens (grammar_classes)": (needs.classes, space.classes),
             "transitions in one state (grammar_classes: eight times as many)": (automaton.longest_row, space.width),
-            "automata (grammars: twice as many)": (needs.automata, self._most["automata"]),
+            "automata (grammars: twice as many)": (needs.automata, self._largest["automata"]),
         }
 
     def write(self, first: tuple[int, ...], automaton: TokenAutomaton) -> None:
@@ -201,28 +200,31 @@ class StopTable(Table):
 
     def write(self, first: tuple[int, ...], automaton: StopAutomaton) -> None:
         """Build the table of all automata again."""
-        parts = {part.first[0]: part.automaton for part in self._parts.values()} | {first[0]: automaton}
+        parts = {entry.first[0]: entry.automaton for entry in self._entries.values()} | {first[0]: automaton}
         joint = StopStrings.join(parts, self._tokenizer, self._vocab, capacity=self._capacity)
         self.joint = dataclasses.replace(joint, spans_prompt=self._spans_prompt)
 
 
-def tables_of(
-    vocab: int, grammars: Capacity, tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
-) -> dict[str, Table]:
+def tables_of(vocab: int, sizes: EngineSizes, tokenizer: Tokenizer | None, stop_in_prompt: bool) -> dict[str, Table]:
     """Return empty tables by name: one for grammars and, if there is a tokenizer, one for stop strings."""
-    tables: dict[str, Table] = {"allowed": GrammarTable(vocab, grammars)}
+    tables: dict[str, Table] = {"allowed": GrammarTable(vocab, grammar_capacity(sizes))}
     if tokenizer is not None:
-        tables["stop_strings"] = StopTable(tokenizer, vocab, stop_states, stop_in_prompt)
+        tables["stop_strings"] = StopTable(tokenizer, vocab, sizes.stop_states, stop_in_prompt)
     return tables
 
 
-def grammar_sizes(automata: Iterable[TokenAutomaton]) -> dict[str, int]:
-    """Return the sizes of an engine's table of grammars that accepts each of the automata, as arguments of `Engine`."""
-    automata = list(automata)
+def grammar_capacity(sizes: EngineSizes) -> Capacity:
+    """Return the size of an engine's table of grammars."""
+    return Capacity(sizes.grammar_states, sizes.grammar_transitions, sizes.grammar_classes, sizes.grammars)
+
+
+def with_space_for(automata: Collection[TokenAutomaton], sizes: EngineSizes) -> EngineSizes:
+    """Return sizes that are large enough for each of the automata."""
     needs = [automaton.needs for automaton in automata]
-    classes = max(max(need.classes for need in needs), 8 * max(automaton.longest_row for automaton in automata))
-    return {
-        "grammar_states": max(CAPACITY.states, 2 * max(need.states for need in needs)),
-        "grammar_transitions": max(CAPACITY.transitions, 2 * max(need.transitions for need in needs)),
-        "grammar_classes": power_of_two(classes, CAPACITY.classes),
-    }
+    classes = [size for each in automata for size in (each.needs.classes, 8 * each.longest_row)]
+    return dataclasses.replace(
+        sizes,
+        grammar_states=max([sizes.grammar_states, *(2 * need.states for need in needs)]),
+        grammar_transitions=max([sizes.grammar_transitions, *(2 * need.transitions for need in needs)]),
+        grammar_classes=power_of_two(max(classes, default=1), sizes.grammar_classes),
+    )

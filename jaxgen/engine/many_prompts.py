@@ -30,8 +30,6 @@ def generate_many(
     key: jax.Array | None,
     cfg: GenerationConfig,
     *,
-    slots: int = 32,
-    prompt_width: int = 1024,
     tokenizer: Tokenizer | None = None,
     ordered: bool = False,
     progress: bool = False,
@@ -57,14 +55,11 @@ def generate_many(
             with the same index are an error; in a list, before the first answer.
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
-        slots: the number of sequences that are decoded at a time.
-        prompt_width: the maximum number of tokens in a prompt.
         tokenizer: the tokenizer for prompts given as text, for the text of results, and for stop strings.
         ordered: if True, yield the completions in the order of the prompts.
         progress: if True, show a progress bar of tqdm on stderr, which counts answered prompts.
-        **engine: more arguments for `Engine`: `prompt_options`, `grammar_states`, `grammar_transitions`,
-            `grammar_classes`, `grammars`, `stop_states`, `stop_in_prompt`, `id_entries`, `prefix_cache_bytes`,
-            `logits_processor`, `stopping_criteria`, `hook`.
+        **engine: more arguments for `Engine`: `sizes` or its fields, such as `slots` and `prompt_width`;
+            `prompt_options`, `stop_in_prompt`, `logits_processor`, `stopping_criteria`, `hook`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `Engine`; or a prompt has an unknown field or the index of another
@@ -72,8 +67,6 @@ def generate_many(
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # maximum number of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
-    sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most}
     is_shown, total = progress and jax.process_index() == 0, len(prompts) if isinstance(prompts, Sized) else None
     if isinstance(prompts, Sequence):
         collections.deque(_distinct(prompts), maxlen=0)  # raises an error before the first answer
@@ -81,9 +74,9 @@ def generate_many(
         prompts = _distinct(prompts)
     with (
         progress_bar(is_shown, "answering", total, "prompts") as add,
-        Engine(params, cfg, key, tokenizer=tokenizer, **sizes, **engine) as made,
+        Engine(params, cfg, key, tokenizer=tokenizer, **engine) as made,
     ):
-        completions = _counted(ended(made, prompts, most), made, add) if made.leads else iter(())
+        completions = _counted(ended(made, prompts), made, add) if made.leads else iter(())
         if ordered:
             for _, group in in_order(by_prompt(completions)):
                 yield from group
@@ -111,21 +104,19 @@ def _counted(
         yield place, completion, is_last
 
 
-def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered.
-
-    There are never more than `most` prompts in the engine. The engine must accept at least `most` waiting prompts.
-    """
-    happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Completion, bool]]:
+    """As each sequence ends, yield the prompt's position, the completion, and True if the prompt is now answered."""
+    limit = 4 * engine.slots  # of unanswered prompts; greater than `slots`, so that no slot waits for a prompt
+    ended_sequences: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
-    def follow(place: int, news: Event) -> None:
-        if news.stop_reason or not news.tokens:
-            happened.put((place, news.sequence))
+    def follow(place: int, event: Event) -> None:
+        if event.stop_reason or not event.tokens:
+            ended_sequences.put((place, event.sequence))
 
     def next_one() -> tuple[int, Completion, bool]:
         engine.check_process()
-        place, number = happened.get()
+        place, number = ended_sequences.get()
         handle, left = running[place]
         if handle.failure is not None:
             raise handle.failure
@@ -135,32 +126,32 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
         return place, handle.completion(number), not left
 
     for place, prompt in enumerate(prompts):
-        given = {"index": place, **as_fields(prompt)}
+        fields = {"index": place, **as_fields(prompt)}
         try:
-            refuse_unknown(given)
+            refuse_unknown(fields)
         except ConfigError as error:
             raise ConfigError(f"prompt {place}: {error}") from error
         try:
-            handle = engine.follow(engine.prompts.read(given), functools.partial(follow, place), timeout=None)
+            handle = engine.follow(engine.prompts.read(fields), functools.partial(follow, place), timeout=None)
         except EngineClosed:
             raise
         except (JaxgenError, TypeError) as error:
-            yield place, _failed(given, error), True
+            yield place, _failed(fields, error), True
             continue
         running[place] = handle, set(range(handle.sequences))
-        while len(running) >= most or not happened.empty():
+        while len(running) >= limit or not ended_sequences.empty():
             yield next_one()
     while running:
         yield next_one()
 
 
-def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
+def _failed(fields: Mapping[str, Any], error: Exception) -> Completion:
     """Return the result for a prompt that cannot be answered."""
-    ids = given.get("ids")
+    ids = fields.get("ids")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
-    metadata = given.get("metadata")
-    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
+    metadata = fields.get("metadata")
+    return Completion(fields["index"], 0, ids, [], None, StopReason.NONE, error=str(error), metadata=metadata)
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:

@@ -11,7 +11,8 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.pool import chunk_size
 from jaxgen.decoding.prefixes import NOWHERE
-from jaxgen.errors import InputError, check_whole
+from jaxgen.engine.engine_sizes import EngineSizes
+from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes
 
 _BYTES = 2**28  # default size of the store, unless the prompts of all slots need less
@@ -42,39 +43,38 @@ class Prefixes:
     Args:
         places: the capacity of the store, in chunks; 0 for no store.
         chunk: the number of tokens in a chunk.
-        most: the maximum number of chunks to store per prompt.
+        per_prompt: the maximum number of chunks to store per prompt.
     """
 
-    def __init__(self, places: int, chunk: int, most: int):
-        self.places, self.chunk, self.most = places, chunk, most if places else 0
+    def __init__(self, places: int, chunk: int, per_prompt: int):
+        self.places, self.chunk, self.per_prompt = places, chunk, per_prompt if places else 0
         self._free = list(range(places))
         self._stored: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
         self._coming: set[bytes] = set()
         self._epoch = 0
 
     @classmethod
-    def of(
-        cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None, hooked: bool = False
-    ) -> Prefixes:
-        """Return an empty index for a store of at most `most_bytes` bytes and prompts of at most `width` tokens.
+    def of(cls, cfg: GenerationConfig, sizes: EngineSizes, hooked: bool = False) -> Prefixes:
+        """Return an empty index for the store of an engine.
 
         With a hook, there is no store, because the hook may change the model's inputs. Equal tokens may then have
         different keys and values.
         """
-        if hooked and most_bytes:
+        width, limit = sizes.prompt_width, sizes.prefix_cache_bytes
+        if hooked and limit:
             raise InputError(
                 "prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt"
             )
-        most_bytes = 0 if hooked else most_bytes
+        limit = 0 if hooked else limit
         chunk = chunk_size(cfg, width)
-        most, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
-        if most_bytes is None:
-            return cls(min(_BYTES // size, slots * most), chunk, most)
-        if 0 < check_whole("prefix_cache_bytes", most_bytes, 0) < size:
+        per_prompt, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
+        if limit is None:
+            return cls(min(_BYTES // size, sizes.slots * per_prompt), chunk, per_prompt)
+        if 0 < limit < size:
             raise InputError(
-                f"prefix_cache_bytes={most_bytes} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
+                f"prefix_cache_bytes={limit} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
             )
-        return cls(most_bytes // size if most else 0, chunk, most)
+        return cls(limit // size if per_prompt else 0, chunk, per_prompt)
 
     def bytes(self, cfg: GenerationConfig) -> int:
         """Return the size of the store in bytes."""
@@ -87,7 +87,7 @@ class Prefixes:
         different adapters do not share chunks.
         """
         names, name = [], adapter.to_bytes(4, "little", signed=True)
-        for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
+        for number in range(min(self.per_prompt, (len(ids) - 1) // self.chunk)):
             tokens = np.ascontiguousarray(ids[number * self.chunk : (number + 1) * self.chunk], np.int32)
             name = hashlib.sha256(name + tokens.tobytes()).digest()
             names.append(name)
@@ -143,8 +143,8 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `Places.have` and `Places.keep`, int32[rows, `self.most`]. Row i lists the places in `claims[i]`."""
-        have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
+        """Return `Places.have` and `Places.keep`, int32[rows, `self.per_prompt`]; row i is that of `claims[i]`."""
+        have, keep = (np.full((rows, self.per_prompt), NOWHERE, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have
             for number, _, place in claim.keep:

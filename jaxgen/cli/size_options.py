@@ -1,0 +1,24 @@
+"""Options for the sizes of an engine, derived from `EngineSizes`. This module does not import jax."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxgen import arguments
+from jaxgen.engine.engine_sizes import SIZES, EngineSizes, size_text
+
+
+def add_size(add: Callable[..., Any], name: str, default: int | None, text: str = "", flag: str = "") -> None:
+    """Add the option of a size by calling `add_argument`. `text` and `flag` replace the size's own help and name."""
+    read = functools.partial(arguments.whole, least=SIZES[name].metadata["least"])
+    text, flag = text or size_text(name, default), flag or f"--{name.replace('_', '-')}"
+    add(flag, dest=name, type=read, default=default, metavar="N", help=text)
+
+
+def sizes_of(options: argparse.Namespace, others: EngineSizes) -> EngineSizes:
+    """Return the sizes that are options of a command, with all others from `others`."""
+    return dataclasses.replace(others, **{name: value for name, value in vars(options).items() if name in SIZES})
