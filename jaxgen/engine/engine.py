@@ -22,7 +22,7 @@ from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
 from jaxgen.engine.runner import STEPS, Runner
-from jaxgen.engine.schedule import Counts, Flight, Schedule
+from jaxgen.engine.schedule import Counts, Job, Schedule
 from jaxgen.errors import InputError, shown
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
@@ -208,10 +208,10 @@ class Engine:
             if "index" not in prompt:
                 read = dataclasses.replace(read, index=self._next_index)
             self._next_index = max(self._next_index, read.index + 1) % (LARGEST_INDEX + 1)
-            flight = Flight(read, Results(read, listener), automata, group)
-            self._schedule.waiting.add(flight)
+            job = Job(read, Results(read, listener), automata, group)
+            self._schedule.waiting.add(job)
             self._changed.notify_all()
-        return Handle(flight.results, self.tokenizer, self._runner.canceller(flight), self._home)
+        return Handle(job.results, self.tokenizer, self._runner.canceller(job), self._home)
 
     def _wait_for_space(self, timeout: float | None) -> None:
         """Wait until another prompt may be submitted."""
@@ -256,7 +256,7 @@ class Engine:
             if finish:
                 self._schedule.holds = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not (self._schedule.flying or runner.paused) or runner.has_ended)
+                self._changed.wait_for(lambda: not (self._schedule.on_device or runner.paused) or runner.has_ended)
                 self._schedule.holds = False
             runner.paused = self.is_open
             self._changed.notify_all()

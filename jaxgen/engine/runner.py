@@ -17,7 +17,7 @@ from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.device_loop import Device
 from jaxgen.engine.home import EngineClosed, Home
 from jaxgen.engine.processes import Action, Plan, Processes
-from jaxgen.engine.schedule import Flight, Pace, Schedule
+from jaxgen.engine.schedule import Job, Pace, Schedule
 
 STEPS = 8  # maximum number of steps in a chunk
 # While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine
@@ -69,7 +69,7 @@ class Runner:
         self.changed = threading.Condition()
         self.weights, self.version = {0: params}, 0
         self._pace = Pace(STEPS)
-        self._delivering: list[Flight] = []  # the prompts whose results are being delivered
+        self._delivering: list[Job] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
         self.paused = self.in_flight = self.warming = self.is_exiting = False
         self.error: BaseException | None = None
@@ -103,24 +103,24 @@ class Runner:
                 self.changed.wait_for(lambda: self.has_ended or self._delivering)
             self._thread.join(_LISTENERS)
 
-    def canceller(self, flight: Flight) -> Callable[[], None]:
+    def canceller(self, job: Job) -> Callable[[], None]:
         """Return a function that cancels a prompt. The function does not keep the runner and its weights in memory."""
         runner = weakref.ref(self)
 
         def cancel() -> None:
             if (found := runner()) is not None:
-                found._cancel(flight)
+                found._cancel(job)
 
         return cancel
 
-    def _cancel(self, flight: Flight) -> None:
+    def _cancel(self, job: Job) -> None:
         """Cancel a prompt on behalf of its handle."""
         with self.changed:
-            if flight.results.done or self.error is not None:
+            if job.results.done or self.error is not None:
                 return
-            self.schedule.cancel(flight)
+            self.schedule.cancel(job)
             self.changed.notify_all()
-        flight.results.end(StopReason.CANCELLED)
+        job.results.end(StopReason.CANCELLED)
 
     def check_open(self) -> None:
         """Raise an error if the engine has failed or is closed."""
@@ -133,19 +133,19 @@ class Runner:
         if self.error is not None:
             raise self.error
 
-    def _unanswered(self) -> list[Flight]:
+    def _unanswered(self) -> list[Job]:
         """Cancel all prompts, and return them."""
-        flights = [*self.schedule.waiting, *self.schedule.flying.values(), *self._delivering]
-        for flight in flights:
-            self.schedule.cancel(flight)
-        return flights
+        jobs = [*self.schedule.waiting, *self.schedule.on_device.values(), *self._delivering]
+        for job in jobs:
+            self.schedule.cancel(job)
+        return jobs
 
-    def _fail(self, flights: list[Flight], error: BaseException) -> None:
+    def _fail(self, jobs: list[Job], error: BaseException) -> None:
         """Make the handles of prompts raise an error.
 
         No listener is called before all handles have failed, because it may wait for one of them.
         """
-        for results in [flight.results for flight in flights if flight.results.fail(error)]:
+        for results in [job.results for job in jobs if job.results.fail(error)]:
             results.notify_failure()
 
     def _joint(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Runner:
 
     def _run(self) -> None:
         """Run until the engine is closed. An exception stops the engine, and all of its prompts fail."""
-        dropped: list[Flight] = []
+        dropped: list[Job] = []
         try:
             self._run_leader() if self._leads else self._run_follower()
         except BaseException as error:
@@ -236,15 +236,15 @@ class Runner:
         with self.changed:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self.schedule.read(happened))
-            self._delivering = [entry.flight for entry in entries]
+            self._delivering = [entry.job for entry in entries]
             self.changed.notify_all()  # for callers that wait until all prompts are answered
-        for flight, number, tokens, reason, columns in entries:
-            results = flight.results
-            results.cached_tokens = flight.cached
-            results.add(number, tokens.tolist(), StopReason(reason), columns, (flight.version, version))
+        for job, number, tokens, reason, columns in entries:
+            results = job.results
+            results.cached_tokens = job.cached
+            results.add(number, tokens.tolist(), StopReason(reason), columns, (job.version, version))
             if results.failure is not None:  # raised by the caller's on_event
                 with self.changed:
-                    self.schedule.cancel(flight)
+                    self.schedule.cancel(job)
         self._delivering = []
 
 

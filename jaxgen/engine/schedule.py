@@ -24,7 +24,7 @@ _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
 
 @dataclasses.dataclass(eq=False)
-class Flight:
+class Job:
     """A prompt that is waiting or being answered.
 
     Attributes:
@@ -83,18 +83,18 @@ class Entries(NamedTuple):
     """The journal's entries for one sequence in a chunk.
 
     Attributes:
-        flight: the prompt.
+        job: the prompt.
         sequence: the index of the sequence within the prompt.
         tokens: int32[n], the new tokens.
         reason: a `StopReason`; 0 if the sequence has not ended.
-        rest: int32[n, C], the other columns of the journal.
+        columns: int32[n, C], the other columns of the journal.
     """
 
-    flight: Flight
+    job: Job
     sequence: int
     tokens: np.ndarray
     reason: int
-    rest: np.ndarray
+    columns: np.ndarray
 
 
 class Schedule:
@@ -112,7 +112,7 @@ class Schedule:
         version: the version of the current weights.
         holds: if True, waiting prompts are not sent.
         waiting: the prompts that have not been sent.
-        flying: the prompts that have been sent and have not ended, by number.
+        on_device: the prompts that have been sent and have not ended, by number.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class Schedule:
     ):
         self.form, self.tables, self.places, self.slots, self.key = form, tables, places, slots, key
         self.prefixes, self.version, self.holds = prefixes, 0, False
-        self.waiting: Waiting[Flight] = Waiting()
-        self.flying: dict[int, Flight] = {}
+        self.waiting: Waiting[Job] = Waiting()
+        self.on_device: dict[int, Job] = {}
         # The prompts for which a table had no space, oldest first, with the names of the tables. While a prompt waits
         # for space in a table, younger prompts that need this table wait too, even if their automata are already in the
         # table. Otherwise, the prompt might wait forever.
-        self._blocked: dict[Flight, str] = {}
+        self._blocked: dict[Job, str] = {}
         self._numbers = itertools.cycle(range(2**31 - 1))  # stored as int32 on the device
-        self._cancelled: collections.deque[Flight] = collections.deque()
+        self._cancelled: collections.deque[Job] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # number of prompts waiting on the device at the end of the most recently read chunk
         # The number of sequences that began in each of the latest chunks. If no prompt was left in the queue at the end
@@ -144,25 +144,25 @@ class Schedule:
     @property
     def idle(self) -> bool:
         """True if there is nothing to do."""
-        return not ((self.waiting and not self.holds) or self.flying or self._cancelled)
+        return not ((self.waiting and not self.holds) or self.on_device or self._cancelled)
 
     @property
     def counts(self) -> Counts:
         """Statistics up to the last chunk that was read."""
         # A sequence gets its first token when it enters a slot, and one more token in each later step.
         rows = max(self._tokens - self._begun, 0)
-        running = sum(flight.begun > 0 for flight in self.flying.values())
-        waiting = len(self.waiting) + len(self.flying) - running
+        running = sum(job.begun > 0 for job in self.on_device.values())
+        waiting = len(self.waiting) + len(self.on_device) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, job: Job) -> None:
         """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""
-        if flight in self.waiting:
-            self.waiting.remove(flight)
-            self._blocked.pop(flight, None)
-        elif self.flying.get(flight.number) is flight:
-            self._cancelled.append(flight)
-            self._land(flight)
+        if job in self.waiting:
+            self.waiting.remove(job)
+            self._blocked.pop(job, None)
+        elif self.on_device.get(job.number) is job:
+            self._cancelled.append(job)
+            self._release(job)
 
     def no_arrivals(self) -> Arrivals:
         """Return `Arrivals` without new prompts or cancellations."""
@@ -174,24 +174,24 @@ class Schedule:
         Prompts are moved out of `waiting` as long as there is room for them.
         """
         cancelled = [self._cancelled.popleft() for _ in range(min(self.slots, len(self._cancelled)))]
-        for flight in cancelled:
-            if flight.claim is not None:
-                self.prefixes.release(flight.claim)
+        for job in cancelled:
+            if job.claim is not None:
+                self.prefixes.release(job.claim)
         space, sequences = min(self.slots, self.places - self._queued - sum(self._sent)), self._space()
-        sent: list[Flight] = []
+        sent: list[Job] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        for flight in () if self.holds else self.waiting.in_turn():
+        for job in () if self.holds else self.waiting.in_turn():
             if len(sent) >= space or sequences <= 0:
                 break
-            if (states := self._enter(flight)) is None:
+            if (states := self._enter(job)) is None:
                 continue
-            self.waiting.serve(flight)
-            sequences -= flight.sequences
-            sent.append(flight)
+            self.waiting.serve(job)
+            sequences -= job.sequences
+            sent.append(job)
             for name, state in states.items():
                 starts[name].append(state)
-            flight.number = next(number for number in self._numbers if number not in self.flying)
-            self.flying[flight.number], flight.version = flight, self.version
+            job.number = next(number for number in self._numbers if number not in self.on_device)
+            self.on_device[job.number], job.version = job, self.version
         self._sent.append(len(sent))
         return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
 
@@ -201,54 +201,54 @@ class Schedule:
         A prompt that arrives later waits until all sequences sent before have begun. So no more are sent than slots may
         need until the next arrivals: those of this chunk, and of the chunk that the device is running.
         """
-        waiting = sum(flight.sequences - flight.begun for flight in self.flying.values())
+        waiting = sum(job.sequences - job.begun for job in self.on_device.values())
         return self.slots + 2 * max(self._begins) - waiting
 
-    def _enter(self, flight: Flight) -> dict[str, int] | None:
+    def _enter(self, job: Job) -> dict[str, int] | None:
         """Add a prompt to the tables and the store. Return the prompt's initial states, or None if it must wait."""
-        if flight.chunks is None:
-            flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
-        if self.prefixes.must_wait(flight.chunks):
+        if job.chunks is None:
+            job.chunks = self.prefixes.names(job.prompt.ids, int(job.prompt.options.get("adapter", -1)))
+        if self.prefixes.must_wait(job.chunks):
             return None
         states: dict[str, int] = {}
         for name, table in self.tables.items():
             state = 0
-            if name in flight.automata:
-                is_blocked = self._is_blocked(name, flight)
-                state = None if is_blocked else table.enter(*flight.automata[name])
+            if name in job.automata:
+                is_blocked = self._is_blocked(name, job)
+                state = None if is_blocked else table.enter(*job.automata[name])
                 if state is None:
                     if not is_blocked:
-                        self._blocked[flight] = name
-                    for entered in states.keys() & flight.automata.keys():
-                        self.tables[entered].leave(flight.automata[entered][0])
+                        self._blocked[job] = name
+                    for entered in states.keys() & job.automata.keys():
+                        self.tables[entered].leave(job.automata[entered][0])
                     return None
             states[name] = state
-        self._blocked.pop(flight, None)
-        flight.claim = self.prefixes.enter(flight.chunks)
-        flight.cached = len(flight.claim.have) * self.prefixes.chunk
+        self._blocked.pop(job, None)
+        job.claim = self.prefixes.enter(job.chunks)
+        job.cached = len(job.claim.have) * self.prefixes.chunk
         return states
 
-    def _is_blocked(self, name: str, flight: Flight) -> bool:
+    def _is_blocked(self, name: str, job: Job) -> bool:
         """Return True if an older prompt waits for space in a table."""
-        older = itertools.takewhile(lambda other: other is not flight, self._blocked)
+        older = itertools.takewhile(lambda other: other is not job, self._blocked)
         return any(self._blocked[other] == name for other in older)
 
-    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[Flight]) -> Arrivals:
+    def _arrivals(self, sent: list[Job], starts: dict[str, list[int]], cancelled: list[Job]) -> Arrivals:
         rows = self.slots
         ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that is never assigned to a prompt
-        ended[: len(cancelled)] = [flight.number for flight in cancelled]
-        prompts = [flight.prompt for flight in sent]
+        ended[: len(cancelled)] = [job.number for job in cancelled]
+        prompts = [job.prompt for job in sent]
         number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
         key, index = np.broadcast_to(self.key, (rows, *self.key.shape)).copy(), np.zeros(rows, np.uint32)
         own_key = np.zeros(rows, bool)
-        for row, (flight, prompt) in enumerate(zip(sent, prompts, strict=True)):
-            number[row], sequences[row], index[row] = flight.number, prompt.sequences, prompt.index
+        for row, (job, prompt) in enumerate(zip(sent, prompts, strict=True)):
+            number[row], sequences[row], index[row] = job.number, prompt.sequences, prompt.index
             if prompt.key is not None:
                 key[row], own_key[row] = prompt.key, True
         request = self.form.request(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
-            prefixes = Places(*self.prefixes.arrays([flight.claim for flight in sent if flight.claim], rows))
+            prefixes = Places(*self.prefixes.arrays([job.claim for job in sent if job.claim], rows))
         return Arrivals(request, number, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
@@ -261,28 +261,28 @@ class Schedule:
         entries = entries[order]
         begins = np.flatnonzero(np.any(np.diff(entries[:, :2], axis=0, prepend=NOBODY - 1), axis=1))
         for part in np.split(entries, begins[1:]) if count else ():
-            flight = self.flying.get(int(part[0, 0]))
-            if flight is None:  # cancelled
+            job = self.on_device.get(int(part[0, 0]))
+            if job is None:  # cancelled
                 continue
-            if flight.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
-                self.prefixes.confirm(flight.claim)
-                flight.claim = None
+            if job.claim is not None:  # an entry in the journal shows that the device has read the whole prompt
+                self.prefixes.confirm(job.claim)
+                job.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
             part = part[part[:, 2] >= 0]  # drop entries that only end the sequence
             self._tokens += len(part)
-            if sequence >= flight.begun:  # sequences begin in order
-                self._begun += sequence + 1 - flight.begun
-                flight.begun = sequence + 1
-            yield Entries(flight, sequence, part[:, 2], reason, part[:, 4:])
+            if sequence >= job.begun:  # sequences begin in order
+                self._begun += sequence + 1 - job.begun
+                job.begun = sequence + 1
+            yield Entries(job, sequence, part[:, 2], reason, part[:, 4:])
             if reason:
-                flight.remaining -= 1
-                if not flight.remaining:
-                    self._land(flight)
+                job.remaining -= 1
+                if not job.remaining:
+                    self._release(job)
         self._begins.append(max(self._begun - before, 0 if self._queued else self.slots))
 
-    def _land(self, flight: Flight) -> None:
-        del self.flying[flight.number]
-        for name, (key, _) in flight.automata.items():
+    def _release(self, job: Job) -> None:
+        del self.on_device[job.number]
+        for name, (key, _) in job.automata.items():
             self.tables[name].leave(key)
 
 
@@ -294,12 +294,12 @@ class Pace:
     the next chunk.
 
     Attributes:
-        most: the maximum number of steps.
+        limit: the maximum number of steps.
         steps: the number of steps in the next chunk.
     """
 
-    def __init__(self, most: int):
-        self.most, self.steps = most, 1
+    def __init__(self, limit: int):
+        self.limit, self.steps = limit, 1
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
@@ -308,4 +308,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.most)
+            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.limit)

@@ -11,7 +11,7 @@ from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.results import Results
-from jaxgen.engine.schedule import Flight, Pace, Schedule
+from jaxgen.engine.schedule import Job, Pace, Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from tests.engine.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
@@ -25,13 +25,13 @@ def schedule(places: int = 4, slots: int = 2, states: int = 12) -> Schedule:
     return Schedule(form, tables, places, slots, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 
-def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
+def job(plan: Schedule, index: int, automaton=None, **options) -> Job:
     prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
-    return Flight(prompt, Results(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)})
+    return Job(prompt, Results(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)})
 
 
-def add(plan: Schedule, *flights: Flight) -> None:
-    for each in flights:
+def add(plan: Schedule, *jobs: Job) -> None:
+    for each in jobs:
         plan.waiting.add(each)
 
 
@@ -47,7 +47,7 @@ def sent(plan: Schedule) -> list[int]:
 
 def test_prompts_are_sent_in_order_while_there_are_places():
     plan = schedule()
-    add(plan, *(flight(plan, n) for n in range(7)))
+    add(plan, *(job(plan, n) for n in range(7)))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
     assert sent(plan) == []  # the device reported two waiting prompts, and two have been sent since
@@ -100,7 +100,7 @@ def steps_and_waiting(kind: str, copies: int, is_limited: bool) -> tuple[int, in
     plan = schedule(places=16, slots=8)
     if not is_limited:
         plan._space = lambda: 10**9
-    add(plan, *(flight(plan, number, n=copies) for number in range(600 // copies)))
+    add(plan, *(job(plan, number, n=copies) for number in range(600 // copies)))
     running, most, most_begun = None, 0, 0
     while running is not None or not plan.idle:
         started = None
@@ -127,9 +127,9 @@ def test_few_sequences_wait_on_the_device_and_no_slot_waits_for_a_prompt(kind, c
 
 def test_a_prompt_that_arrives_late_waits_for_one_prompt_of_another_group():
     plan = schedule(places=16, slots=8)
-    add(plan, *(flight(plan, number, n=60) for number in range(20)))
+    add(plan, *(job(plan, number, n=60) for number in range(20)))
     device, running, after = Device(8, lambda *_: 30), None, 0
-    late = flight(plan, 100)
+    late = job(plan, 100)
     late.group = "late"
     for number in range(10**3):
         if number == 40:
@@ -147,19 +147,19 @@ def test_a_prompt_that_arrives_late_waits_for_one_prompt_of_another_group():
 def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last():
     plan = schedule()
     assert plan.arrivals() is None
-    one, two = flight(plan, 0, n=2), flight(plan, 1)
+    one, two = job(plan, 0, n=2), job(plan, 1)
     add(plan, one, two)
     plan.arrivals()
     eos = StopReason.EOS
     told = list(
         plan.read(packed(0, (0, 1, 7, 0), (1, 0, 8, 0), (0, 0, 5, eos), (0, 1, 9, 0), (1, 0, -1, StopReason.NO_TOKEN)))
     )
-    assert [(e.flight.prompt.index, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
+    assert [(e.job.prompt.index, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
         (0, 0, [5], eos),
         (0, 1, [7, 9], 0),
         (1, 0, [8], StopReason.NO_TOKEN),
     ]
-    assert list(plan.flying) == [0]
+    assert list(plan.on_device) == [0]
     plan.arrivals()
     [last] = plan.read(packed(0, (0, 1, 2, eos)))
     assert (last.tokens.tolist(), last.reason) == ([2], eos)
@@ -168,7 +168,7 @@ def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last()
 
 def test_a_cancelled_prompt_gets_no_more_entries():
     plan = schedule()
-    one, two, three = (flight(plan, n) for n in range(3))
+    one, two, three = (job(plan, n) for n in range(3))
     add(plan, one, two, three)
     plan.arrivals()
     plan.cancel(two)
@@ -177,17 +177,17 @@ def test_a_cancelled_prompt_gets_no_more_entries():
     arrivals = plan.arrivals()
     assert arrivals.cancelled.max() == two.number
     told = list(plan.read(packed(0, (one.number, 0, 5, 0), (two.number, 0, 6, 0))))
-    assert [e.flight.prompt.index for e in told] == [0]
+    assert [e.job.prompt.index for e in told] == [0]
     assert not plan.waiting
 
 
 def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
     plan = schedule(places=9, slots=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
-    add(plan, *(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
+    add(plan, *(job(plan, n, g) for n, g in enumerate([large, None, other, large, small, None])))
     assert sent(plan) == [0, 1, 5]  # no grammar overtakes another, or some would wait forever
     for expected in ([2], [3, 4]):
-        ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
+        ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.on_device.values())]
         list(plan.read(packed(0, *ends)))
         assert sent(plan) == expected
 
@@ -195,7 +195,7 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
 def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served():
     plan = schedule(places=9, slots=9, states=12)
     plain, first, large, other = (
-        flight(plan, number, automaton)
+        job(plan, number, automaton)
         for number, automaton in enumerate([None, grammar("[a-c]{1,4}"), grammar("[d-f]{1,8}"), grammar("y")])
     )
     add(plan, first, large, plain)
@@ -206,7 +206,7 @@ def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served
     list(plan.read(packed(0, (first.number, 0, 5, StopReason.EOS))))
     assert sent(plan) == [2, 3]
     list(plan.read(packed(0, (other.number, 0, 5, StopReason.EOS))))
-    blocked, behind = flight(plan, 4, grammar("[d-f]{1,9}")), flight(plan, 5, grammar("z"))
+    blocked, behind = job(plan, 4, grammar("[d-f]{1,9}")), job(plan, 5, grammar("z"))
     add(plan, blocked, behind)
     assert sent(plan) == []
     plan.cancel(blocked)
@@ -243,7 +243,7 @@ def test_a_chunk_takes_at_least_a_tenth_of_a_second():
 def test_counts():
     plan = schedule()
     assert plan.counts == (0, 0, 0, 0, 0)
-    add(plan, flight(plan, 0, n=2), flight(plan, 1))
+    add(plan, job(plan, 0, n=2), job(plan, 1))
     plan.arrivals()
     happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
     happened[0, 2] = 4
