@@ -27,7 +27,7 @@ _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that 
 
 @dataclasses.dataclass
 class _Entry:
-    """An automaton in a table, its first place in each of the table's spaces, and the number of prompts that use it."""
+    """An automaton in a table, its first index in each of the table's spaces, and the number of prompts that use it."""
 
     automaton: Any
     first: tuple[int, ...]
@@ -67,7 +67,7 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def write(self, first: tuple[int, ...], automaton: Any) -> None:
-        """Write an automaton to `joint`. `first` is its first place in each space."""
+        """Write an automaton to `joint`. `first` is its first index in each space."""
 
     def fits(self, automaton: Any) -> None:
         """Raise an error if an automaton is larger than the table allows."""
@@ -99,7 +99,7 @@ class Table(abc.ABC):
     def _added(self, automaton: Any) -> _Entry | None:
         sizes = self.sizes(automaton)
         unused = [key for key, entry in self._entries.items() if not entry.users]
-        while (first := self._places(sizes)) is None and unused:
+        while (first := self._gaps(sizes)) is None and unused:
             del self._entries[unused.pop(0)]
         if first is None:
             return None
@@ -107,7 +107,7 @@ class Table(abc.ABC):
         self.write(first, automaton)
         return entry
 
-    def _places(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _gaps(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the start of the first gap of the given size in each space, or None if a space has no such gap."""
         found = []
         for space, (size, total) in enumerate(zip(sizes, self._spaces.values(), strict=True)):
@@ -162,22 +162,22 @@ class GrammarTable(Table):
     def write(self, first: tuple[int, ...], automaton: TokenAutomaton) -> None:
         """Write only the automaton's own part, in pieces of fixed sizes, so that nothing is compiled."""
         arrays = automaton.moved(*first)
-        for names, place, piece in zip((OF_STATE, OF_TRANSITION, OF_PART), first, _PIECES, strict=True):
+        for names, start, piece in zip((OF_STATE, OF_TRANSITION, OF_PART), first, _PIECES, strict=True):
             for begin in range(0, len(arrays[names[0]]), piece):
                 new = {name: arrays[name][begin : begin + piece] for name in names}
                 count = len(new[names[0]])
                 padded = {name: np.pad(x, [(0, piece - count)] + [(0, 0)] * (x.ndim - 1)) for name, x in new.items()}
                 old = {name: getattr(self.joint, name) for name in names}
                 self.joint = dataclasses.replace(
-                    self.joint, **_write(old, padded, np.int32(place + begin), np.int32(count))
+                    self.joint, **_write(old, padded, np.int32(start + begin), np.int32(count))
                 )
 
 
 def _written(old: dict[str, jax.Array], new: dict[str, jax.Array], first: jax.Array, count: jax.Array) -> Any:
     """Return the arrays of `old` with the first `count` entries of each array of `new`, from index `first`."""
-    place = jnp.arange(jax.tree.leaves(new)[0].shape[0], dtype=jnp.int32)
-    place = jnp.where(place < count, first + place, np.iinfo(np.int32).max)
-    return {name: x.at[place].set(new[name], mode="drop") for name, x in old.items()}
+    index = jnp.arange(jax.tree.leaves(new)[0].shape[0], dtype=jnp.int32)
+    index = jnp.where(index < count, first + index, np.iinfo(np.int32).max)
+    return {name: x.at[index].set(new[name], mode="drop") for name, x in old.items()}
 
 
 _write = Program(_written, "Engine (grammar)")

@@ -86,11 +86,11 @@ def generate_many(
 
 def _distinct(prompts: Iterable[Any]) -> Iterator[Any]:
     """Yield the prompts; raise an error at a prompt that has the index of an earlier prompt."""
-    places: dict[int, int] = {}
-    for place, prompt in enumerate(prompts):
-        index = prompt.get("index", place) if isinstance(prompt, Mapping) else place
-        if isinstance(index, int | np.integer) and (first := places.setdefault(int(index), place)) != place:
-            raise InputError(f"prompt {place}: index {index} is also the index of prompt {first}: give each its own")
+    positions: dict[int, int] = {}
+    for position, prompt in enumerate(prompts):
+        index = prompt.get("index", position) if isinstance(prompt, Mapping) else position
+        if isinstance(index, int | np.integer) and (first := positions.setdefault(int(index), position)) != position:
+            raise InputError(f"prompt {position}: index {index} is also the index of prompt {first}: give each its own")
         yield prompt
 
 
@@ -98,10 +98,10 @@ def _counted(
     completions: Iterable[tuple[int, Completion, bool]], engine: Engine, add: Callable
 ) -> Iterator[tuple[int, Completion, bool]]:
     """Yield the items of `ended`, and add each answered prompt to a progress bar."""
-    for place, completion, is_last in completions:
+    for position, completion, is_last in completions:
         if is_last:
             add(1, {"tokens": engine.counts().tokens})
-        yield place, completion, is_last
+        yield position, completion, is_last
 
 
 def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Completion, bool]]:
@@ -110,35 +110,35 @@ def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Complet
     ended_sequences: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
-    def follow(place: int, event: Event) -> None:
+    def follow(position: int, event: Event) -> None:
         if event.stop_reason or not event.tokens:
-            ended_sequences.put((place, event.sequence))
+            ended_sequences.put((position, event.sequence))
 
     def next_one() -> tuple[int, Completion, bool]:
         engine.check_process()
-        place, number = ended_sequences.get()
-        handle, left = running[place]
+        position, number = ended_sequences.get()
+        handle, left = running[position]
         if handle.failure is not None:
             raise handle.failure
         left.discard(number)
         if not left:
-            del running[place]
-        return place, handle.completion(number), not left
+            del running[position]
+        return position, handle.completion(number), not left
 
-    for place, prompt in enumerate(prompts):
-        fields = {"index": place, **as_fields(prompt)}
+    for position, prompt in enumerate(prompts):
+        fields = {"index": position, **as_fields(prompt)}
         try:
             refuse_unknown(fields)
         except ConfigError as error:
-            raise ConfigError(f"prompt {place}: {error}") from error
+            raise ConfigError(f"prompt {position}: {error}") from error
         try:
-            handle = engine.follow(engine.prompts.read(fields), functools.partial(follow, place), timeout=None)
+            handle = engine.follow(engine.prompts.read(fields), functools.partial(follow, position), timeout=None)
         except EngineClosed:
             raise
         except (JaxgenError, TypeError) as error:
-            yield place, _failed(fields, error), True
+            yield position, _failed(fields, error), True
             continue
-        running[place] = handle, set(range(handle.sequences))
+        running[position] = handle, set(range(handle.sequences))
         while len(running) >= limit or not ended_sequences.empty():
             yield next_one()
     while running:
@@ -157,18 +157,18 @@ def _failed(fields: Mapping[str, Any], error: Exception) -> Completion:
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
     """Yield each prompt's position and completions, once all of the prompt's sequences have ended."""
     begun: dict[int, list[Completion]] = {}
-    for place, completion, is_last in completions:
-        begun.setdefault(place, []).append(completion)
+    for position, completion, is_last in completions:
+        begun.setdefault(position, []).append(completion)
         if is_last:
-            yield place, sorted(begun.pop(place), key=lambda completion: completion.sequence)
+            yield position, sorted(begun.pop(position), key=lambda completion: completion.sequence)
 
 
 def in_order(groups: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
     """Yield pairs in the order of their first items, which are 0, 1, 2, ..."""
     early: dict[int, T] = {}
     following = 0
-    for place, group in groups:
-        early[place] = group
+    for position, group in groups:
+        early[position] = group
         while following in early:
             yield following, early.pop(following)
             following += 1
