@@ -71,7 +71,7 @@ class Live:
         if news.tokens:
             count = len(news.tokens)
             if place in self._last:
-                self._metrics.observe("inter_token_latency_seconds", (now - self._last[place]) / count, count)
+                self._metrics.observe("inter_token_latency_seconds", (now - self._last[place]) / count)
             elif news.sequence == 0:
                 self._metrics.observe("time_to_first_token_seconds", now - self.arrival.started)
             self._last[place] = now

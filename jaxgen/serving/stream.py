@@ -69,8 +69,8 @@ class EventStream(StreamingResponse):
             else:
                 error = self._live.arrival.late()
         except Exception as failure:
-            self._metrics.count("request_error_total")
             error, self._ended = api_error(failure), True
+            self._metrics.count("request_error_total", status=str(error.status))
         finally:
             following.cancel()
         if error is not None:
