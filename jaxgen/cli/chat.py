@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,7 +214,7 @@ class _Conversation:
             "/load": self.load,
             "/system": self.system,
             "/set": self.set,
-            "/help": lambda _: _note(_wrapped(HELP)),
+            "/help": lambda _: _note(HELP),
         }
 
     def run(self) -> None:
@@ -359,16 +358,6 @@ def _read_line(prompt: str) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 text: {error}") from error
-
-
-def _wrapped(text: str) -> str:
-    """Wrap the lines of /help between words. If there is room, descriptions are aligned."""
-    columns = terminal.columns()
-    indent = " " * (HELP.index("forget") if columns >= 40 else 2)
-    return "\n".join(
-        textwrap.fill(line, columns - 1, subsequent_indent=indent * line.startswith("/"), break_long_words=False)
-        for line in text.splitlines()
-    )
 
 
 def _note(text: str) -> None:

@@ -39,17 +39,17 @@ def parser() -> arguments.Parser:
     trusted = "answer only clients with a certificate that one of these has signed (PEM)"
     add("--ssl-ca-certs", type=arguments.file, metavar="FILE", help=trusted)
     stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
-    add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
+    add("--response-store-bytes", type=arguments.natural, default=Limits.stored, metavar="N", help=stored)
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
     add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
     limit = "seconds until a request fails (default: 600)"
-    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help=limit)
+    add("--timeout", type=arguments.positive, default=Limits.seconds, metavar="S", help=limit)
     largest = "maximum bytes of a request (default: 4 MiB)"
-    add("--max-body", type=arguments.count, default=2**22, metavar="N", help=largest)
+    add("--max-body", type=arguments.count, default=Limits.body, metavar="N", help=largest)
     answer = "maximum bytes of an answer; requests that ask for more are refused (default: 64 MiB)"
-    add("--max-answer", type=arguments.count, default=2**26, metavar="N", help=answer)
+    add("--max-answer", type=arguments.count, default=Limits.answer, metavar="N", help=answer)
     flight = "maximum bytes of all requests and answers at a time; more are refused with status 429 (default: 1 GiB)"
-    add("--max-in-flight", type=arguments.count, default=2**30, metavar="N", help=flight)
+    add("--max-in-flight", type=arguments.count, default=Limits.in_flight, metavar="N", help=flight)
     add_model_options(result)
     return result
 
@@ -88,20 +88,21 @@ def add_model_options(parser: arguments.Parser) -> None:
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
 
 
-def check_adapters(parser: arguments.Parser, options: argparse.Namespace) -> None:
-    """Raise an `InputError` if two adapters have the same name."""
+def read(command: arguments.Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments; raise an `InputError` if one is unknown, missing or invalid."""
+    options, rest = command.read(words)
+    if rest:
+        command.error(f"{rest[0]!r} does not belong to an option")
     names = [name for name, _ in options.adapter or []]
     if len(set(names)) < len(names):
-        parser.error("--adapter has the same name twice: choose another NAME")
+        command.error("--adapter has the same name twice: choose another NAME")
+    return options
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after "serve" into options; raise an `InputError` if one is unknown or invalid."""
     command = parser()
-    options, rest = command.read(words)
-    if rest:
-        command.error(f"{rest[0]!r} does not belong to an option")
-    check_adapters(command, options)
+    options = read(command, words)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
     least = Limits(body=options.max_body, answer=options.max_answer).least_in_flight

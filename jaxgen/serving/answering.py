@@ -18,9 +18,10 @@ from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
 from jaxgen.scoring.text import score
+from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.arrival import Arrival
-from jaxgen.serving.errors import NO_RETRY, ApiError
 from jaxgen.serving.grammars import Grammar, Grammars, Wanted
+from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
@@ -28,8 +29,7 @@ from jaxgen.serving.protocol import Common
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.sizes import Size, Sizes
-from jaxgen.serving.stream import leaves
-from jaxgen.serving.text import Answer, Delta
+from jaxgen.serving.stream import disconnected
 
 LARGE = 2**16  # number of bytes above which JSON is read and written in another thread
 _PREPARING = 2  # number of threads that read requests
@@ -139,7 +139,7 @@ class Answering:
     async def until_left(self, http: Request, work: Any, live: Live | None = None) -> Any:
         """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
         arrival: Arrival = http.state.arrival
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http.receive))
         try:
             await asyncio.wait({task, left}, timeout=arrival.left, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -159,32 +159,32 @@ class Answering:
         """Return the answers to a request that is not streamed, each with its whole content."""
         answers = live.asked.answers()
         deltas = dict([pair async for group in self.deltas(answers, live) for pair in group])
-        return [(answer, deltas[place]) for place, answer in enumerate(answers)]
+        return [(answer, deltas[choice]) for choice, answer in enumerate(answers)]
 
     async def deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield groups of additions that became available together, each addition with the index of its answer."""
         left = len(answers)
         if not live.asked.budget:
-            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
+            yield [(choice, Delta("", [], [], None, "length")) for choice in range(left)]
             return
         while left:
             group = []
-            for place, news in await live.get():
-                handle = live.handles[place // live.asked.sequences]
+            for choice, event in await live.get():
+                handle = live.handles[choice // live.asked.sequences]
                 if handle.failure is not None:
                     raise handle.failure
-                if news.stop_reason:
-                    done = handle.completion(news.sequence)
-                    if news.stop_reason == StopReason.NOT_A_NUMBER:
+                if event.stop_reason:
+                    done = handle.completion(event.sequence)
+                    if event.stop_reason == StopReason.NOT_A_NUMBER:
                         raise ApiError(500, "the answer cannot continue: the model computed NaN", headers=NO_RETRY)
                     if done.error:
                         raise ApiError(400, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
                     if not live.streams:  # only this event was queued, so it must contain all tokens
-                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
-                group.append((place, answers[place].put(news)))
-                if news.stop_reason:
+                        event = event._replace(tokens=done.tokens, logprobs=done.logprobs)
+                group.append((choice, answers[choice].put(event)))
+                if event.stop_reason:
                     left -= 1
-                    self._ended(answers[place], live.arrival.started)
+                    self._ended(answers[choice], live.arrival.started)
             yield group
         self._metrics.count("prefix_cache_hits_total", live.cached_tokens)
 

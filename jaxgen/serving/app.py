@@ -22,12 +22,13 @@ from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.scoring.pooling import Pooling
+from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.answering import LARGE, Answering
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
-from jaxgen.serving.errors import ApiError, api_error
 from jaxgen.serving.exchange import Sending, receive_body
+from jaxgen.serving.http_errors import ApiError, api_error
 from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
@@ -55,7 +56,6 @@ from jaxgen.serving.response_stream import ResponseStream
 from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.stream import EventStream
-from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
@@ -76,7 +76,6 @@ class Service:
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
-        response_store_bytes: the size of the store for responses; 0 turns it off.
         pooling: how the model turns a text into a vector, for embeddings.
         cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
             all.
@@ -96,7 +95,6 @@ class Service:
         adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
-        response_store_bytes: int = 2**26,
         pooling: Pooling | None = None,
         cors_origins: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
@@ -128,7 +126,7 @@ class Service:
         self.metrics = Metrics(name, self._gauges)
         self._origins, self._hosts = list(cors_origins), list(allowed_hosts)
         self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), self._reader.width)
-        self._responses = ResponseStore(response_store_bytes)
+        self._responses = ResponseStore(self._limits.stored)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics, self._texts)
         self._in_flight = BytesInFlight(self._limits.in_flight)
 
@@ -281,16 +279,16 @@ class Service:
         options = replies.request.stream_options or StreamOptions()
         answers, begun = live.asked.answers(), set()
 
-        def chunk(place: int, delta: Delta) -> dict[str, Any]:
-            of_prompt = None if scored is None else scored[place // live.asked.sequences]
-            body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
-            begun.add(place)
+        def chunk(choice: int, delta: Delta) -> dict[str, Any]:
+            of_prompt = None if scored is None else scored[choice // live.asked.sequences]
+            body = replies.chunk(choice, answers[choice], delta, choice not in begun, of_prompt)
+            begun.add(choice)
             if options.continuous_usage_stats:
                 return body | {"usage": replies.usage(answers, live.cached_tokens)}
             return body | ({"usage": None} if options.include_usage else {})
 
         async for group in self._answering.deltas(answers, live):
-            yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
+            yield [chunk(choice, delta) for choice, delta in group if _has_content(delta, choice not in begun)]
         if options.include_usage:
             yield [replies.last(replies.usage(answers, live.cached_tokens))]
 
@@ -367,11 +365,11 @@ class Service:
     async def _vectors(self, rows: list[list[int]], adapter: int) -> np.ndarray:
         """Return the vectors of texts; between two passes, other requests have their turn."""
         found: dict[int, np.ndarray] = {}
-        for places in self._embedder.passes(rows):
-            own = [rows[place] for place in places]
+        for indices in self._embedder.passes(rows):
+            own = [rows[index] for index in indices]
             vectors = await in_thread(self._answering.scoring, self._embedder.vectors, own, adapter)
-            found |= zip(places, vectors, strict=True)
-        return np.stack([found[place] for place in range(len(rows))])
+            found |= zip(indices, vectors, strict=True)
+        return np.stack([found[index] for index in range(len(rows))])
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}
@@ -437,7 +435,7 @@ class Service:
         return Response(self._html, headers=headers, media_type="text/html")
 
 
-def _says_something(delta: Delta, is_first: bool) -> bool:
+def _has_content(delta: Delta, is_first: bool) -> bool:
     return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)
 
 

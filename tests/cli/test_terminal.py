@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxgen.cli import chat, terminal
 from tests.support.terminal import Terminal
 from tests.support.tokenizers import CHATML
 
@@ -123,14 +122,6 @@ def test_typed_text_appears_while_the_process_is_stopped(tmp_path):
         terminal.quit()
         terminal.end()
         assert terminal.echoes
-
-
-@pytest.mark.parametrize("columns", [12, 30, 60, 100, 200])
-def test_help_is_wrapped_between_words(monkeypatch, columns):
-    monkeypatch.setattr(terminal, "columns", lambda: columns)
-    shown = chat._wrapped(chat.HELP)
-    assert shown.split() == chat.HELP.split()
-    assert all(len(line) < columns or len(line.split()) == 1 for line in shown.splitlines())
 
 
 @pytest.mark.slow

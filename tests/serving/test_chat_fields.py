@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -38,6 +39,10 @@ def qwen():
 def r1():
     with running(template=KINDS["R1"]) as made, httpx.Client(base_url=made.url, timeout=60) as http:
         yield http
+
+
+def chat_request(**fields):
+    return msgspec.convert(fields, ChatRequest)
 
 
 def chat(http, **fields) -> dict:
@@ -230,7 +235,7 @@ def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
     """A busy service reads several events of an answer before it writes their chunks."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=200, output_logprobs="logits", top_logprobs=1)
     tokenizer = byte_level(chat_template=KINDS["HERMES"])
-    request = ChatRequest(messages=[USER], tools=[NOW], stop=["END"])
+    request = chat_request(messages=[USER], tools=[NOW], stop=["END"])
     asked = Reader(cfg, tokenizer, 400, 800, 8, 1).chat(request)
     [answer] = asked.answers()
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -254,7 +259,7 @@ def test_the_tokenizers_end_of_turn_ends_an_answer(fields, ends):
     """A generation config that names only a base model's token lacks the token that ends turns."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=20, eos_token_id=260, output_logprobs="logits", top_logprobs=1)
     reader = Reader(cfg, byte_level(chat_template=KINDS["QWEN3"]), 100, 200, 8, 1)
-    asked = reader.chat(ChatRequest(messages=[USER], **fields))
+    asked = reader.chat(chat_request(messages=[USER], **fields))
     assert asked.prompts[0]["eos_token_id"] == ends
     completed = reader.completion(CompletionRequest(prompt="A", **fields))
     assert completed.prompts[0]["eos_token_id"] == ends
