@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxgen.arguments import suggestion
-from jaxgen.cli import keyboard, terminal
+from jaxgen.cli import terminal
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -85,7 +85,7 @@ class Chat:
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         printer = Printer(session)
-        with _on_interrupt(printer.stop), terminal.showing_interrupts(), keyboard.hidden_typing() as printer.begin:
+        with _on_interrupt(printer.stop), terminal.showing_interrupts():
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:

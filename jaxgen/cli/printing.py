@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import numpy as np
 
@@ -25,7 +24,6 @@ class Printer(TextStreamer):
         self._stopped, self._stats = False, session.stats
         self.text = ""
         self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
-        self.begin: Callable[[], None] = lambda: None  # called once all programs are compiled
         self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
 
     def stop(self, *_: object) -> None:
@@ -35,8 +33,6 @@ class Printer(TextStreamer):
     def put(self, value) -> None:
         """Receive the prompt or a token."""
         self.times.append(self._stats.now())
-        if len(self.times) == 3:  # after the prompt and the first token
-            self.begin()
         if self._stopped:
             raise KeyboardInterrupt
         super().put(value)

@@ -72,59 +72,6 @@ def test_a_conversation(start, talking, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_typed_during_an_answer_appears_after_it(start, talking):
-    with start("--model", talking, "--chat", "--max-new-tokens", 400) as terminal:
-        terminal.wait_for(PROMPT)
-        assert terminal.echoes
-        terminal.type("A\n")
-        terminal.wait_for('!"#$')
-        assert not terminal.echoes
-        terminal.type("/set max_new_tokens 4\n")
-        assert "/set" not in terminal.wait_for(PROMPT)
-        assert "max_new_tokens 4\r\n" in terminal.wait_for(PROMPT)
-        assert terminal.echoes
-        terminal.type("A\n")
-        terminal.wait_for(PROMPT)
-        assert terminal.echoes
-        terminal.type("/set max_new_tokens 400\n")
-        terminal.wait_for(PROMPT)
-        terminal.type("A\n")
-        terminal.wait_for('!"#$')
-        terminal.quit()
-        assert terminal.end() == -signal.SIGQUIT
-        assert terminal.echoes
-
-
-HIDING = """
-import time
-from jaxgen.cli.keyboard import hidden_typing
-with hidden_typing() as hide:
-    hide()
-    print("hidden", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_typed_text_appears_while_the_process_is_stopped(tmp_path):
-    shell = ["/bin/sh", "-c", 'set -m; "$@"; for time in 1 2; do echo stopped; read line; fg; done', "sh"]
-    with Terminal([*shell, sys.executable, "-c", HIDING], tmp_path, PYTHONPATH=str(ROOT)) as terminal:
-        terminal.wait_for("hidden")
-        for _ in range(2):
-            assert not terminal.echoes
-            terminal.type("\x1a")
-            terminal.wait_for("stopped")
-            assert terminal.echoes
-            terminal.type("\n")
-            end = time.monotonic() + 20
-            while terminal.echoes and time.monotonic() < end:
-                time.sleep(0.01)
-        assert not terminal.echoes
-        terminal.quit()
-        terminal.end()
-        assert terminal.echoes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "loading"])
 def test_interrupts(start, talking, moment):
     with start("--model", talking, "--chat") as terminal:
