@@ -91,7 +91,8 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     Raises:
         InputError: the file exists or cannot be written, or a partial file is from a different run.
     """
-    _refuse_existing(target)
+    if os.path.lexists(target):
+        raise InputError(f"{target} exists: choose another name, or remove it")
     which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
     own = target.with_name(f"{target.name}{which}.partial")
     run = json.loads(json.dumps(run))  # turns tuples into lists, for the comparison with partial files
@@ -199,11 +200,6 @@ def _read_partials(target: Path, prompts: int) -> list[_Partial]:
         with contextlib.suppress(FileNotFoundError):
             parts.append(_Partial(path, prompts))
     return parts
-
-
-def _refuse_existing(target: Path) -> None:
-    if os.path.lexists(target):
-        raise InputError(f"{target} exists: choose another name, or remove it")
 
 
 def _check(part: _Partial, run: Mapping[str, Any]) -> None:
