@@ -20,7 +20,6 @@ _NAMES = {
     "engine.many_prompts": "generate_many",
     "engine.results": "Completion Event Handle QueueFull",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
-    "export.engine": "export_engine",
     "export.file": "ExportedPrograms",
     "export.generate": "export_generate",
     "generation": "generate prefill",
@@ -87,7 +86,6 @@ if TYPE_CHECKING:
         JaxgenError as JaxgenError,
         JaxgenWarning as JaxgenWarning,
     )
-    from jaxgen.export.engine import export_engine as export_engine
     from jaxgen.export.file import ExportedPrograms as ExportedPrograms
     from jaxgen.export.generate import export_generate as export_generate
     from jaxgen.generation import generate as generate, prefill as prefill

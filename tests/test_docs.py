@@ -19,7 +19,6 @@ import jaxgen.export.__main__
 import jaxgen.training
 from demo import terminal
 from jaxgen.cli import main as cli
-from jaxgen.cli.wrapping import Wrapper
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -104,9 +103,7 @@ def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
 def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, jax_settings, monkeypatch, capsys):
     printed = run_page(README, monkeypatch, capsys)
     story, questions = terminal.COMMANDS
-    wrapper = Wrapper()
-    shown = wrapper.put(printed[story], terminal.COLUMNS) + wrapper.end()
-    drawn = terminal.draw([(story, shown), (questions, run_command(questions, monkeypatch, capsys))])
+    drawn = terminal.draw([(story, printed[story]), (questions, run_command(questions, monkeypatch, capsys))])
     assert drawn == (ROOT / "jaxgen" / "demo" / "terminal.svg").read_text("utf-8")
 
 

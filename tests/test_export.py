@@ -17,12 +17,10 @@ from safetensors.numpy import load_file
 from convert.hf import load_shapes
 from jaxgen import (
     ConfigError,
-    Engine,
     GenerationConfig,
     InputError,
     StopReason,
     demo,
-    export_engine,
     export_generate,
     fuse_projections,
     generate,
@@ -75,34 +73,16 @@ def sampled():
     return export_generate(SHAPES, SAMPLED, batch=None, prompt_width=6)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return export_engine(SHAPES, SAMPLED, slots=2, prompt_width=6)
-
-
-REQUESTS = [
-    {"ids": [5, 6, 7]},
-    {"ids": [9, 8, 7, 6, 5], "temperature": 1.5, "repetition_penalty": 1.3},
-    {"ids": [3], "do_sample": False, "max_new_tokens": 4},
-]
-
-
 @pytest.mark.slow
-def test_programs_run_where_jaxgen_cannot_be_imported(sampled, engine, tmp_path):
+def test_programs_run_where_jaxgen_cannot_be_imported(sampled, tmp_path):
     sampled.save(tmp_path / "generate.zip")
-    engine.save(tmp_path / "engine.zip")
     np.savez(tmp_path / "arrays.npz", **sampled.params(PARAMS), ids=IDS, attention_mask=MASK, key=SEED)
-    (tmp_path / "requests.json").write_text(json.dumps([{"key": [0, 4]} | request for request in REQUESTS]))
     done = subprocess.run([sys.executable, HOST, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["0.7"] != results["1.5"]
     for temperature in (0.7, 1.5):
         assert results[str(temperature)] == tokens(SAMPLED.replace(temperature=temperature)).tolist()
-    sizes = {"slots": 2, "prompt_width": 6, "prompt_options": ["repetition_penalty"]}
-    with Engine(PARAMS, SAMPLED, jax.random.key(4), **sizes) as running:
-        answers = [handle.result()[0].tokens for handle in [running.submit(request) for request in REQUESTS]]
-    assert results["engine"] == [list(answer) for answer in answers]
 
 
 def test_greedy_search(greedy):
@@ -211,7 +191,7 @@ def test_slots():
 
 
 @pytest.mark.slow
-def test_description(sampled, engine, tmp_path):
+def test_description(sampled, tmp_path):
     sampled.save(tmp_path / "generate.zip")
     description = read_description(tmp_path / "generate.zip")
     assert description == sampled.description
@@ -224,8 +204,6 @@ def test_description(sampled, engine, tmp_path):
     assert description["options"] == {"do_sample": "True"}
     assert description["stop_reasons"]["EOS"] == StopReason.EOS
     assert "6 months" in description["loads_with"]
-    assert engine.description["slots"] == 2
-    assert engine.description["outputs"] == {"journal": {"dtype": "int32", "shape": [49, 4]}}
     with zipfile.ZipFile(tmp_path / "generate.zip") as file:
         assert set(file.namelist()) == {"description.json", "inputs.npz", "generate.bin"}
         assert str(Path(__file__).parents[1]).encode() not in file.read("generate.bin")
@@ -264,20 +242,6 @@ def test_what_a_program_cannot_have_is_refused_by_name(error, text, options, arg
         export_generate(SHAPES, GREEDY.replace(**options), **{"batch": 2, "prompt_width": 6, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"num_beams": 2}, "not with beam_search"),
-        ({"stop_strings": ["a"]}, "stop_strings need tables"),
-        ({"min_length": 3}, "set min_new_tokens"),
-        ({"max_time": 1.0}, "max_time"),
-    ],
-)
-def test_what_an_engine_cannot_have_is_refused_by_name(options, text):
-    with pytest.raises(ConfigError, match=text):
-        export_engine(SHAPES, GREEDY.replace(**options), slots=2, prompt_width=6)
-
-
 def test_parameters_that_cannot_be_arguments_are_refused():
     sizes = {"batch": 2, "prompt_width": 6}
     with pytest.raises(InputError, match=r"merge low-rank updates with lora\.merge"):
@@ -313,9 +277,7 @@ def test_the_command(tmp_path, capsys):
     ("words", "text"),
     [
         (["MODEL"], "OUT is missing"),
-        (["MODEL", "OUT", "--engine"], "--engine needs --slots"),
-        (["MODEL", "OUT", "--engine", "--slots", "2", "-b", "2"], "--batch-size is for generate"),
-        (["MODEL", "OUT", "--slots", "2"], "--slots is for an engine"),
+        (["MODEL", "OUT", "--engine"], "--engine"),
         (["MODEL", "OUT", "x"], "comes after MODEL and OUT"),
         ([__file__, "--describe"], "is not a file of exported programs"),
         ([str(demo.PATH), "OUT", "--max-length", "20"], "max_new_tokens is not set"),

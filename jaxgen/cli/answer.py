@@ -29,12 +29,13 @@ from jaxgen.buckets import power_of_two
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, recorded
 from jaxgen.cli.chat import Chat, converse
+from jaxgen.cli.device import mesh_of_devices
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
 from jaxgen.cli.input_file import Line, prompt_ids, read_lines, stdin_bytes
 from jaxgen.cli.line_options import check_lines, in_batches
 from jaxgen.cli.many import write_answers
-from jaxgen.cli.memory import check_memory
+from jaxgen.cli.memory_check import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.remote_output import local_target, output_file
@@ -313,16 +314,8 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     model = hashlib.sha256(f"{job.source.cfg!r} {job.source.cfg.model!r} {fingerprint(job.source, adapters)}".encode())
     asked = hashlib.sha256(json.dumps([(line.asked, line.ids) for line in job.lines]).encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    rows = {"--slots": job.slots}
-    if job.slots is None:  # answers also depend on the shard, because a batch contains lines from only one shard
-        rows = {"--batch-size": job.shape[0], "--shard": f"r/{job.shard.count}"}
-    forms = {
-        "--dtype": job.source.dtype(float_dtype(options.dtype)).name,
-        **rows,
-        "--device": default_device().device_kind,
-        "--mesh": "x".join(map(str, options.mesh or (1, 1))),
-    }
-    return {"--input": asked.hexdigest(), "--model": model.hexdigest(), **flags, **forms}
+    flags["--dtype"] = job.source.dtype(float_dtype(options.dtype)).name
+    return {"--input": asked.hexdigest(), "--model": model.hexdigest(), **flags}
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
@@ -331,17 +324,6 @@ def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(done, np.uint8))))
-
-
-def mesh_of_devices(sizes: tuple[int, int] | None) -> jax.sharding.Mesh | None:
-    """Return a mesh of size `(data, model)` with the devices of all processes, or None if `sizes` is None."""
-    if sizes is None:
-        return None
-    if math.prod(sizes) != jax.device_count():
-        raise InputError(
-            f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"
-        )
-    return jax.make_mesh(sizes, ("data", "model"))
 
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Until FILE is complete, its directory contains a partial file for each shard tha
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
-A partial file is locked while its writer runs. The file has these lines, in the order in which prompts were answered:
+A partial file has these lines, in the order in which prompts were answered:
   {"crc32": "1c29...", "run": {...}}                         everything that the following answers depend on
   {"crc32": "90b3...", "index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -31,9 +30,6 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError
 
-# A resumed run may change these options, which affect only rounding. With a 16-bit dtype, changing any of these options
-# causes a warning.
-_ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _BEGIN = b'{"crc32": "'
 _LINE = re.compile(_BEGIN + rb'([0-9a-f]{8})", (?:"run": |"index": (\d+), )')
 _SUMMED = len(_BEGIN) + 11  # the number of bytes before those from which the checksum is computed
@@ -88,15 +84,15 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
     Args:
         target: the file for the answers, in the order of the prompts.
-        run: everything that the answers depend on, as JSON values. Values named in `_ROUNDING` may differ between runs.
+        run: everything that the answers depend on, as JSON values.
         prompts: the number of prompts in the whole input.
         shard: the prompts that this process answers.
 
     Raises:
-        InputError: the file exists or cannot be written, another process is writing the same shard, or a partial file
-            is from a different run.
+        InputError: the file exists or cannot be written, or a partial file is from a different run.
     """
-    _refuse_existing(target)
+    if os.path.lexists(target):
+        raise InputError(f"{target} exists: choose another name, or remove it")
     which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
     own = target.with_name(f"{target.name}{which}.partial")
     run = json.loads(json.dumps(run))  # turns tuples into lists, for the comparison with partial files
@@ -105,20 +101,15 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}: {own}") from error
     with stream:
-        _lock(stream, own)
-        part, begin = _Part(own, prompts), 0
+        part, begin = _Partial(own, prompts), 0
         try:
-            _refuse_existing(target)  # check again, because another process may have just written the file
-            parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
-            done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
-            for damaged in parts:
-                for number in damaged.damaged:
-                    text = f"{damaged.path} is damaged in line {number}: the prompt of this line is answered again"
-                    terminal.say("warning", text)
+            parts = [part, *(other for other in _read_partials(target, prompts) if other.path != own)]
+            for each in parts:
+                _check(each, run)
             stream.truncate(part.end if part.indices else 0)
             stream.seek(0, os.SEEK_END)
-            file = AnswerFile(stream, own, done)
-            if not part.indices or part.runs[-1] != run:
+            file = AnswerFile(stream, own, _done(parts, prompts))
+            if not part.indices:
                 file._append({"run": run})
             begin = stream.tell()
             yield file
@@ -130,7 +121,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the first `run` recorded in a partial file, or an empty dict if no run is recorded."""
+    """Return the `run` of a partial file, or an empty dict if there is none."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -163,12 +154,12 @@ def _merging(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.merging")
 
 
-class _Part:
+class _Partial:
     """The current contents of a partial file.
 
     Attributes:
         path: the file's path.
-        runs: the runs that wrote to the file.
+        run: the run that wrote the file; empty if the file has none.
         indices, offsets: the index of each prompt with answers, and the offset of its line.
         damaged: the numbers of the damaged lines, counted from 1.
         end: the number of bytes up to the end of the last complete line.
@@ -179,7 +170,7 @@ class _Part:
 
     def __init__(self, path: Path, prompts: int):
         self.path, self.end = path, 0
-        self.runs: list[dict[str, Any]] = []
+        self.run: dict[str, Any] = {}
         self.indices, self.offsets, self.damaged = array.array("q"), array.array("q"), array.array("q")
         with open(path, "rb") as stream:
             for number, line in enumerate(stream, 1):
@@ -195,66 +186,36 @@ class _Part:
                 if match is None:
                     self.damaged.append(number)
                 elif match[2] is None:
-                    self.runs.append(json.loads(line)["run"])
+                    self.run = json.loads(line)["run"]
                 elif int(match[2]) < prompts:
                     self.indices.append(int(match[2]))
                     self.offsets.append(self.end)
                 self.end += len(line)
 
 
-def _parts(target: Path, prompts: int) -> list[_Part]:
+def _read_partials(target: Path, prompts: int) -> list[_Partial]:
     """Read the partial files, skipping files that another process removes in the meantime."""
     parts = []
     for path in _partials(target):
         with contextlib.suppress(FileNotFoundError):
-            parts.append(_Part(path, prompts))
+            parts.append(_Partial(path, prompts))
     return parts
 
 
-def _refuse_existing(target: Path) -> None:
-    if os.path.lexists(target):
-        raise InputError(f"{target} exists: choose another name, or remove it")
+def _check(part: _Partial, run: Mapping[str, Any]) -> None:
+    """Raise an `InputError` if a partial file has answers of a different run; warn of damaged lines."""
+    other = [name for name in {**part.run, **run} if part.run.get(name) != run.get(name)]
+    if part.indices and other:
+        raise InputError(
+            f"{part.path} is from a run with different values of {', '.join(other)}: repeat that command to continue "
+            "it, or remove the file to start over"
+        )
+    for number in part.damaged:
+        text = f"{part.path} is damaged in line {number}: the prompt of this line is answered again"
+        terminal.say("warning", text)
 
 
-def _lock(stream: io.FileIO, partial: Path) -> None:
-    """Lock a partial file until it is closed; raise an error if another process has locked or removed it."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    except OSError:  # some network file systems do not support locks
-        free = True
-    if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
-        raise InputError(f"{partial} is being written by another process: wait for it, or choose another output file")
-
-
-def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return the result of `_done`, or raise an error if any answers are from a different run.
-
-    Print a warning if this run rounds differently from the runs that wrote the answers.
-    """
-    for part in parts:
-        for before in part.runs:
-            other = [name for name in {**before, **run} if before.get(name) != run.get(name)]
-            if refused := [name for name in other if name not in _ROUNDING]:
-                raise InputError(
-                    f"{part.path} is from a run with different values of {', '.join(refused)}: repeat that command to "
-                    "continue it, or remove the file to start over"
-                )
-    done = _done(parts, prompts)
-    if run.get("--dtype") in ("bfloat16", "float16") and not all(done[shard.number :: shard.count]):
-        rounded = f"in {run['--dtype']} this changes the rounding, so some answers may differ from"
-        for part in parts:
-            forms = [(name, before[name]) for before in part.runs for name in _ROUNDING if name in before]
-            changed = dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name))
-            if changed:
-                text = f"{part.path} was begun with {', '.join(changed)}: {rounded} those of an uninterrupted run"
-                terminal.say("warning", text)
-    return done
-
-
-def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
+def _done(parts: Sequence[_Partial], prompts: int) -> bytearray:
     """Return 1 for each prompt that has answers, and 0 for any other prompt."""
     done = bytearray(prompts)
     for part in parts:
@@ -266,12 +227,11 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
     """Merge and remove the partial files; if some prompts have no answers yet, only print their shards.
 
-    Two processes that finish at the same time may both merge the files. The result is the same, and one of them stops
-    when it finds that `target` exists.
+    Two processes that finish at the same time may both merge the files. The result is the same.
     """
     merged = _merging(own)
     try:
-        parts = _parts(target, prompts)
+        parts = _read_partials(target, prompts)
         done = _done(parts, prompts)
         if os.path.lexists(target):  # another process has already merged the files
             return
@@ -282,13 +242,10 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
             terminal.say("note", f"{text}: {target} is written when all are answered")
             return
         _write_merged(merged, parts, prompts)
-        if os.path.lexists(target):
-            merged.unlink()
-            return
-        merged.rename(target)
-        for path in _partials(target):
-            _merging(path).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+        merged.replace(target)
+        for part in parts:
+            _merging(part.path).unlink(missing_ok=True)
+            part.path.unlink(missing_ok=True)
     except OSError as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
         if os.path.lexists(target):
@@ -298,7 +255,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
         ) from error
 
 
-def _write_merged(merged: Path, parts: Sequence[_Part], prompts: int) -> None:
+def _write_merged(merged: Path, parts: Sequence[_Partial], prompts: int) -> None:
     """Write the answers in the order of the prompts."""
     terminal.show("writing the answers in the order of the prompts")
     files, offsets = array.array("q", [0]) * prompts, array.array("q", [0]) * prompts

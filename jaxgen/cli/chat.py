@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxgen.arguments import suggestion
-from jaxgen.cli import keyboard, terminal
+from jaxgen.cli import terminal
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -86,7 +85,7 @@ class Chat:
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         printer = Printer(session)
-        with _on_interrupt(printer.stop), terminal.showing_interrupts(), keyboard.hidden_typing() as printer.begin:
+        with _on_interrupt(printer.stop), terminal.showing_interrupts():
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
@@ -215,7 +214,7 @@ class _Conversation:
             "/load": self.load,
             "/system": self.system,
             "/set": self.set,
-            "/help": lambda _: _note(_wrapped(HELP)),
+            "/help": lambda _: _note(HELP),
         }
 
     def run(self) -> None:
@@ -359,16 +358,6 @@ def _read_line(prompt: str) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 text: {error}") from error
-
-
-def _wrapped(text: str) -> str:
-    """Wrap the lines of /help between words. If there is room, descriptions are aligned."""
-    columns = terminal.columns()
-    indent = " " * (HELP.index("forget") if columns >= 40 else 2)
-    return "\n".join(
-        textwrap.fill(line, columns - 1, subsequent_indent=indent * line.startswith("/"), break_long_words=False)
-        for line in text.splitlines()
-    )
 
 
 def _note(text: str) -> None:

@@ -1,8 +1,9 @@
-"""The device that the command runs on."""
+"""The device or the mesh of devices that the command runs on."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 
 import jax
 
@@ -28,3 +29,14 @@ def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractCont
     if (number or 0) >= len(devices):
         raise InputError(f"--device {platform}:{number}: the last device is {platform}:{len(devices) - 1}")
     return jax.default_device(devices[number or 0])
+
+
+def mesh_of_devices(sizes: tuple[int, int] | None) -> jax.sharding.Mesh | None:
+    """Return a mesh of size `(data, model)` with the devices of all processes, or None if `sizes` is None."""
+    if sizes is None:
+        return None
+    if math.prod(sizes) != jax.device_count():
+        raise InputError(
+            f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"
+        )
+    return jax.make_mesh(sizes, ("data", "model"))

@@ -173,8 +173,8 @@ def _in_slots(
         return fields if grammar is None or line.fields.keys() & set(GRAMMARS) else fields | {"allowed": grammar}
 
     answered = by_prompt(ended(engine, map(prompt, indices)))
-    for place, completions in answered:
-        index = indices[place]
+    for number, completions in answered:
+        index = indices[number]
         yield index, [_entry(lines[index], completion, session) for completion in completions]
 
 

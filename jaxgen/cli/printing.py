@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
-from jaxgen.cli.wrapping import Wrapper
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
 from jaxgen.text.streaming import TextStreamer
@@ -19,8 +16,7 @@ from jaxgen.text.streaming import TextStreamer
 class Printer(TextStreamer):
     """Streamer that prints an answer in place of the status line, and stores the text and the times of all `put` calls.
 
-    On a terminal, lines break between words. Constrained text is not wrapped, because a newline would make a JSON
-    string invalid. After `stop`, the next token raises KeyboardInterrupt.
+    After `stop`, the next token raises KeyboardInterrupt.
     """
 
     def __init__(self, session: Session):
@@ -28,10 +24,7 @@ class Printer(TextStreamer):
         self._stopped, self._stats = False, session.stats
         self.text = ""
         self.times: list[tuple[float, float]] = []  # the argument of `Stats.streamed`
-        self.begin: Callable[[], None] = lambda: None  # called once all programs are compiled
         self._on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        is_wrapped = self._on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs
-        self._wrapper = Wrapper() if is_wrapped else None
 
     def stop(self, *_: object) -> None:
         """End the answer; can be used as a signal handler."""
@@ -40,8 +33,6 @@ class Printer(TextStreamer):
     def put(self, value) -> None:
         """Receive the prompt or a token."""
         self.times.append(self._stats.now())
-        if len(self.times) == 3:  # after the prompt and the first token
-            self.begin()
         if self._stopped:
             raise KeyboardInterrupt
         super().put(value)
@@ -49,16 +40,16 @@ class Printer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print and store text."""
         self.text += text
-        room = 0 if self._on_terminal else sys.maxsize
-        if self._wrapper is not None:
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # the width is 0 if unknown
-            text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
-            room = columns - self._wrapper.column
         if text or stream_end:
             terminal.erase()
         super().on_finalized_text(text, stream_end)
         if text and not stream_end:
-            terminal.show("compiling, and generating the rest", room)
+            terminal.show("compiling, and generating the rest", self._room() if self._on_terminal else sys.maxsize)
+
+    def _room(self) -> int:
+        """Return the minimum number of columns after the text on the current line; negative if it may be too long."""
+        line = self.text.rpartition("\n")[2]
+        return terminal.columns() - sum(8 if char == "\t" else 1 if char.isascii() else 2 for char in line)
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:

@@ -19,7 +19,6 @@ from jaxgen.cli.input_file import source_bytes
 from jaxgen.cli.remote_output import output_file
 from jaxgen.cli.serve import extra_installed, open_service, served_name
 from jaxgen.errors import GenerationError
-from jaxgen.programs import default_device
 
 if TYPE_CHECKING:
     from jaxgen.serving.app import Service
@@ -50,10 +49,16 @@ def run_batch(options: argparse.Namespace) -> int:
             terminal.say("note", f"{len(requests) - len(left):,} of {len(requests):,} requests were answered before")
         if left:
             limits = Limits(
-                body=_ANY, answer=_ANY, in_flight=4 * _ANY, seconds=math.inf, grammar_seconds=math.inf, share=1.0
+                body=_ANY,
+                answer=_ANY,
+                in_flight=4 * _ANY,
+                stored=0,
+                seconds=math.inf,
+                grammar_seconds=math.inf,
+                share=1.0,
             )
             at_once = min(2 * options.slots, options.most_waiting)
-            with open_service(source, options, limits=limits, response_store_bytes=0) as service:
+            with open_service(source, options, limits=limits) as service:
                 failed = asyncio.run(_answer(service, requests, left, file, at_once))
     return failed
 
@@ -92,6 +97,4 @@ def _run(options: argparse.Namespace, data: bytes, source: Checkpoint) -> dict[s
         "--name": served_name(options),
         **flags,
         "--dtype": source.dtype(float_dtype(options.dtype)).name,
-        "--device": default_device().device_kind,
-        "--mesh": "x".join(map(str, options.mesh or (1, 1))),
     }

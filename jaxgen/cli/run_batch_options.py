@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from jaxgen import arguments
-from jaxgen.cli.serve_options import SERVED, add_model_options, check_adapters
+from jaxgen.cli.serve_options import SERVED, add_model_options, read
 from jaxgen.cli.size_options import add_size
 
 
@@ -29,10 +29,5 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments after "run-batch"; raise an `InputError` if one is unknown, missing or invalid."""
-    command = parser()
-    options, rest = command.read(words)
-    if rest:
-        command.error(f"{rest[0]!r} does not belong to an option")
-    check_adapters(command, options)
-    return options
+    """Parse the arguments after "run-batch" as `read` does."""
+    return read(parser(), words)

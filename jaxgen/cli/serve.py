@@ -19,7 +19,8 @@ import jax
 
 from convert.hf import Checkpoint
 from jaxgen.cli import terminal
-from jaxgen.cli.answer import load_model, mesh_of_devices, open_model
+from jaxgen.cli.answer import load_model, open_model
+from jaxgen.cli.device import mesh_of_devices
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.serve_options import SERVED
 from jaxgen.cli.size_options import sizes_of
@@ -53,7 +54,6 @@ def serve(options: argparse.Namespace) -> None:
         own = {
             "limits": _limits(options),
             "keys": options.api_key,
-            "response_store_bytes": options.response_store_bytes,
             "cors_origins": options.cors_origin or [],
             "allowed_hosts": names or ([host] if is_loopback(host) else []),
         }
@@ -106,7 +106,7 @@ def _limits(options: argparse.Namespace) -> Limits:
     from jaxgen.serving.limits import Limits
 
     sizes = {"body": options.max_body, "answer": options.max_answer, "in_flight": options.max_in_flight}
-    return Limits(**sizes, seconds=options.timeout)
+    return Limits(**sizes, stored=options.response_store_bytes, seconds=options.timeout)
 
 
 @contextlib.contextmanager

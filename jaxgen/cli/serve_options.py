@@ -44,7 +44,7 @@ def parser() -> arguments.Parser:
     trusted = "answer only clients with a certificate that one of these has signed (PEM)"
     add("--ssl-ca-certs", type=arguments.file, metavar="FILE", help=trusted)
     stored = "size of the store for responses, which later requests can continue (default: 64 MiB); 0 turns it off"
-    add("--response-store-bytes", type=arguments.natural, default=2**26, metavar="N", help=stored)
+    add("--response-store-bytes", type=arguments.natural, default=Limits.stored, metavar="N", help=stored)
     waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
     add_size(add, "most_waiting", SERVED.most_waiting, waiting, "--queue")
     limit = "seconds until a request fails (default: 600)"
@@ -86,20 +86,21 @@ def add_model_options(parser: arguments.Parser) -> None:
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
 
 
-def check_adapters(parser: arguments.Parser, options: argparse.Namespace) -> None:
-    """Raise an `InputError` if two adapters have the same name."""
+def read(command: arguments.Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments; raise an `InputError` if one is unknown, missing or invalid."""
+    options, rest = command.read(words)
+    if rest:
+        command.error(f"{rest[0]!r} does not belong to an option")
     names = [name for name, _ in options.adapter or []]
     if len(set(names)) < len(names):
-        parser.error("--adapter has the same name twice: choose another NAME")
+        command.error("--adapter has the same name twice: choose another NAME")
+    return options
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after "serve" into options; raise an `InputError` if one is unknown or invalid."""
     command = parser()
-    options, rest = command.read(words)
-    if rest:
-        command.error(f"{rest[0]!r} does not belong to an option")
-    check_adapters(command, options)
+    options = read(command, words)
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
     least = Limits(body=options.max_body, answer=options.max_answer).least_in_flight

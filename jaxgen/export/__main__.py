@@ -19,10 +19,8 @@ from convert.hf import load_shapes
 from jaxgen import arguments
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
 from jaxgen.cli.options import add_generation, generation_fields, in_flags
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import JaxgenError, JaxgenWarning, one_line
-from jaxgen.export.engine import export_engine
-from jaxgen.export.file import ExportedPrograms, read_description, summary
+from jaxgen.export.file import read_description, summary
 from jaxgen.export.generate import export_generate
 from jaxgen.export.lowering import PLATFORMS
 from jaxgen.export.plain import flat_params
@@ -64,8 +62,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} MODEL OUT [options]\n       {PROGRAM} FILE --describe",
-        description="Export generate() for a checkpoint's model (with --engine, the loop of an engine) to a file that "
-        "runs with jax alone. Weights are arguments of the program.",
+        description="Export generate() for a checkpoint's model to a file that runs with jax alone. Weights are "
+        "arguments of the program.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
     add = parser.add_argument
@@ -74,11 +72,9 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--describe", action="store_true", help="describe the file's programs, their inputs and outputs")
     add("--weights", type=arguments.path, metavar="FILE", help="also write the weights, as one safetensors file")
     size = "prompts per call, or any (default: 1)"
-    add("-b", "--batch-size", type=_batch, metavar="N|any", help=size)
+    add("-b", "--batch-size", type=_batch, default=1, metavar="N|any", help=size)
     width = "columns of prompts (default: 128)"
     add("--prompt-width", type=arguments.count, default=128, metavar="N", help=width)
-    add("--engine", action="store_true", help="export the loop of an engine")
-    add("--slots", type=arguments.count, metavar="N", help="sequences that the engine decodes at a time")
     add("--platforms", type=_platforms, default=PLATFORMS, metavar="A,B", help=f"(default: {','.join(PLATFORMS)})")
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as in MODEL)")
     add("--quantize", choices=CHOICES, help="8-bit weights; none: dequantize MODEL's (default: as in MODEL)")
@@ -88,10 +84,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{rest[0]!r} comes after MODEL and OUT: leave it out")
     if options.out is None and not options.describe:
         parser.error("OUT is missing: name the file to write, or add --describe to describe FILE")
-    if options.engine and options.slots is None:
-        parser.error("--engine needs --slots, the number of sequences at a time")
-    if options.slots is not None and not options.engine:
-        parser.error("--slots is for an engine: add --engine")
     if options.weights is not None:
         if options.out is None:
             parser.error("--weights needs OUT, the file of the programs")
@@ -99,8 +91,6 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--weights {options.weights} is the same file as OUT: choose another name")
         if not options.weights.absolute().parent.is_dir():
             parser.error(f"--weights {options.weights}: there is no directory {options.weights.absolute().parent}")
-    if options.engine and options.batch_size is not None:
-        parser.error("--batch-size is for generate: an --engine has --slots")
     return options
 
 
@@ -117,19 +107,17 @@ def _export(options: argparse.Namespace) -> None:
     load: Any = load_shapes if options.weights is None else load_hf
     params, cfg = load(source, dtype=options.dtype, quantize=options.quantize)
     cfg = cfg.replace(**generation_fields(options))
-    programs = _programs(params, cfg, options)
+    programs = export_generate(
+        params,
+        cfg,
+        batch=None if options.batch_size == "any" else options.batch_size,
+        prompt_width=options.prompt_width,
+        platforms=options.platforms,
+        tokenizer=None if cfg.stop_strings is None else Tokenizer.from_pretrained(options.source),
+    )
     programs.save(options.out)
     if options.weights is not None:
         save_file({name: np.asarray(x) for name, x in flat_params(params).items()}, options.weights)
-
-
-def _programs(params: Any, cfg: GenerationConfig, options: argparse.Namespace) -> ExportedPrograms:
-    sizes = {"prompt_width": options.prompt_width, "platforms": options.platforms}
-    if options.engine:
-        return export_engine(params, cfg.reset(["slots"]), slots=options.slots, **sizes)
-    tokenizer = None if cfg.stop_strings is None else Tokenizer.from_pretrained(options.source)
-    batch = None if options.batch_size == "any" else options.batch_size or 1
-    return export_generate(params, cfg, batch=batch, tokenizer=tokenizer, **sizes)
 
 
 if __name__ == "__main__":

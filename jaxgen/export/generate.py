@@ -31,9 +31,9 @@ from jaxgen.request.prepare import CallInputs, prepare
 _NOT_RETURNED = ("cache", "prompt_width")
 # Arguments of `generate` that cannot be exported, and the reasons.
 _REFUSED = {
-    "streamer": "it is called on the host while tokens are generated: export an engine, whose chunks return them",
+    "streamer": "it is called on the host while tokens are generated: use generate itself",
     "assistant": "a program has one model: use prompt_lookup_num_tokens or assistant_early_exit",
-    "cache": "a continuation is not a dict of arrays: export an engine, or pass the whole prompt",
+    "cache": "a continuation is not a dict of arrays: pass the whole prompt",
     "inputs_embeds": "pass prompts as ids",
     "negative_prompt_ids": "the negative prompt is always the last token of each prompt",
     "negative_prompt_attention_mask": "the negative prompt is always the last token of each prompt",
@@ -99,8 +99,7 @@ def export_generate(
     arrays = shapes_of(flat_params(params))
     program = exported(run, platforms, arrays, inputs)
     outputs = jax.tree.unflatten(program.out_tree, program.out_avals)
-    programs = {"generate": program}
-    return ExportedPrograms(description("generate", params, cfg, inputs, outputs, programs), values, programs)
+    return ExportedPrograms(description(params, cfg, inputs, outputs, program), values, {"generate": program})
 
 
 def _program(

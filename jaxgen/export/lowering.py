@@ -24,11 +24,6 @@ from jaxgen.version import __version__
 PLATFORMS = ("cpu", "cuda", "tpu")
 _ALLOWED = (*PLATFORMS, "rocm")
 _TRACEBACKS = "jax_traceback_in_locations_limit"
-_SIGNATURES = {
-    "generate": "(params, inputs) -> outputs",
-    "open": "(params) -> state",
-    "chunk": "(params, state, inputs) -> (state, outputs)",
-}
 
 
 def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
@@ -114,30 +109,28 @@ def _callbacks(jaxpr: Any) -> set[str]:
 
 
 def description(
-    kind: str, params: Any, cfg: GenerationConfig, inputs: dict[str, Any], outputs: Any, programs: dict[str, Any]
+    params: Any, cfg: GenerationConfig, inputs: dict[str, Any], outputs: Any, program: export.Exported
 ) -> dict[str, Any]:
-    """Return a description of exported programs.
+    """Return a description of an exported `generate`.
 
     Args:
-        kind: "generate" or "engine".
         params: the parameters, or their shapes.
         cfg: the options.
-        inputs: the inputs by name, as arrays or as their shapes.
-        outputs: the outputs by name, in the same form as the inputs.
-        programs: the exported programs by name.
+        inputs: the shapes of the inputs by name.
+        outputs: the shapes of the outputs by name.
+        program: the exported program.
     """
-    first = next(iter(programs.values()))
     return {
         "format": FORMAT,
-        "kind": kind,
+        "kind": "generate",
         "model": f"{cfg.model.model_type}, {cfg.model.dtype}, {cfg.model.num_hidden_layers} layers",
         "mode": cfg.mode,
         "options": {name: str(value) for name, value in _static(cfg, inputs)},
-        "programs": {name: _SIGNATURES[name] for name in programs},
-        "platforms": list(first.platforms),
-        "devices": first.nr_devices,
+        "programs": {"generate": "(params, inputs) -> outputs"},
+        "platforms": list(program.platforms),
+        "devices": program.nr_devices,
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": __version__},
-        "calling_convention_version": first.calling_convention_version,
+        "calling_convention_version": program.calling_convention_version,
         "loads_with": f"jaxlib from 3 weeks before to 6 months after the release of {version('jaxlib')}",
         "random": f"{KEYS}, jax_threefry_partitionable={getattr(jax.config, 'jax_threefry_partitionable', True)}",
         "stop_reasons": {reason.name: int(reason) for reason in StopReason},

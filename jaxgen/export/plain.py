@@ -1,4 +1,4 @@
-"""Convert trees of jaxgen's types to dicts of arrays with dotted names, and back."""
+"""Convert trees of jaxgen's types to dicts of arrays with dotted names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 
 from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
@@ -39,22 +38,6 @@ def flat_params(params: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return a tree's arrays in a dict, keyed by dotted names. Random keys are replaced by their data."""
-    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
-
-
-def unflatten(like: Any, arrays: dict[str, Any]) -> Any:
-    """Invert `flatten`; `like` determines the structure of the tree and which arrays are random keys."""
-    leaves = [
-        jax.random.wrap_key_data(arrays[name], impl=KEYS) if _is_key(x) else arrays[name] for name, x in _named(like)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _named(tree: Any) -> list[tuple[str, Any]]:
+    """Return a tree's arrays in a dict, keyed by dotted names."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in paths]
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in paths}

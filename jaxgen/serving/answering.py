@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
@@ -20,18 +22,23 @@ from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
 from jaxgen.request.prompt import Prompt
 from jaxgen.scoring.text import score
+from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.arrival import Arrival
-from jaxgen.serving.errors import NO_RETRY, ApiError
+from jaxgen.serving.embeddings import Embedder
 from jaxgen.serving.grammars import Grammar, Grammars, Wanted
+from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
-from jaxgen.serving.protocol import Common
+from jaxgen.serving.protocol import Common, StreamOptions
+from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked
+from jaxgen.serving.response_records import Event, Item
+from jaxgen.serving.response_store import ResponseStore, StoredResponse
+from jaxgen.serving.response_writer import ResponseWriter
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.sizes import Size, Sizes
-from jaxgen.serving.stream import leaves
-from jaxgen.serving.text import Answer, Delta
+from jaxgen.serving.stream import disconnected
 
 LARGE = 2**16  # number of bytes above which JSON is read and written in another thread
 _PREPARING = 2  # number of threads that read requests
@@ -142,7 +149,7 @@ class Answering:
     async def until_left(self, http: Request, work: Any, live: Live | None = None) -> Any:
         """Run a coroutine and return its result; cancel it if the client disconnects or time runs out."""
         arrival: Arrival = http.state.arrival
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(http.receive))
         try:
             await asyncio.wait({task, left}, timeout=arrival.left, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -158,36 +165,84 @@ class Answering:
                 each.cancel()
             del task, each  # a task has its error, whose traceback has this frame: the request would stay in memory
 
-    async def whole(self, live: Live) -> list[tuple[Answer, Delta]]:
-        """Return the answers to a request that is not streamed, each with its whole content."""
+    async def whole(self, replies: Replies, live: Live) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        scored = await self.scored(live.asked)
+        await self.submit(live)
         answers = live.asked.answers()
         deltas = dict([pair async for group in self.deltas(answers, live) for pair in group])
-        return [(answer, deltas[place]) for place, answer in enumerate(answers)]
+        choices = [(answer, deltas[choice]) for choice, answer in enumerate(answers)]
+        usage = replies.usage(answers, live.cached_tokens)
+        write = functools.partial(replies.whole, choices, usage, scored, live.size.most)
+        return write() if live.size.total < LARGE else await in_thread(self.large, write)
+
+    async def chunks(
+        self, replies: Replies, live: Live, scored: list[Scored] | None
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield groups of chunks that are ready to be sent; a group is empty if the new tokens add nothing to send."""
+        options = replies.request.stream_options or StreamOptions()
+        answers, begun = live.asked.answers(), set()
+
+        def chunk(choice: int, delta: Delta) -> dict[str, Any]:
+            of_prompt = None if scored is None else scored[choice // live.asked.sequences]
+            body = replies.chunk(choice, answers[choice], delta, choice not in begun, of_prompt)
+            begun.add(choice)
+            if options.continuous_usage_stats:
+                return body | {"usage": replies.usage(answers, live.cached_tokens)}
+            return body | ({"usage": None} if options.include_usage else {})
+
+        async for group in self.deltas(answers, live):
+            yield [chunk(choice, delta) for choice, delta in group if _has_content(delta, choice not in begun)]
+        if options.include_usage:
+            yield [replies.last(replies.usage(answers, live.cached_tokens))]
+
+    async def exhaust(self, events: AsyncIterator[Any], live: Live) -> None:
+        """Answer a request whose events are not sent."""
+        await self.submit(live)
+        async for _ in events:
+            pass
+
+    async def response_events(
+        self, writer: ResponseWriter, live: Live, items: list[Item], store: ResponseStore
+    ) -> AsyncIterator[list[Event]]:
+        """Yield groups of events. Put the response, which follows `items`, in the store before its last event."""
+        [answer] = answers = live.asked.answers()
+        yield writer.begin()
+        async for group in self.deltas(answers, live):
+            yield [event for _, delta in group for event in writer.put(delta)]
+        last = writer.end(len(live.asked.prompts[0].ids), live.cached_tokens, answer.count, answer.thinking)
+        response = writer.response
+        if response.store:
+            whole = msgspec.json.encode([*items, *response.output])
+            made = tuple(item.id for item in response.output if item.id is not None)
+            stored = StoredResponse(msgspec.json.encode(response), whole, made)
+            response.store = store.put(response.id, stored)
+        yield last
 
     async def deltas(self, answers: list[Answer], live: Live) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield groups of additions that became available together, each addition with the index of its answer."""
         left = len(answers)
         if not live.asked.budget:
-            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
+            yield [(choice, Delta("", [], [], None, "length")) for choice in range(left)]
             return
         while left:
             group = []
-            for place, news in await live.get():
-                handle = live.handles[place // live.asked.sequences]
+            for choice, event in await live.get():
+                handle = live.handles[choice // live.asked.sequences]
                 if handle.failure is not None:
                     raise handle.failure
-                if news.stop_reason:
-                    done = handle.completion(news.sequence)
-                    if news.stop_reason == StopReason.NOT_A_NUMBER:
+                if event.stop_reason:
+                    done = handle.completion(event.sequence)
+                    if event.stop_reason == StopReason.NOT_A_NUMBER:
                         raise ApiError(500, "the answer cannot continue: the model computed NaN", headers=NO_RETRY)
                     if done.error:
                         raise ApiError(400, f"the answer cannot continue: {done.error}", headers=NO_RETRY)
                     if not live.streams:  # only this event was queued, so it must contain all tokens
-                        news = news._replace(tokens=done.tokens, logprobs=done.logprobs)
-                group.append((place, answers[place].put(news)))
-                if news.stop_reason:
+                        event = event._replace(tokens=done.tokens, logprobs=done.logprobs)
+                group.append((choice, answers[choice].put(event)))
+                if event.stop_reason:
                     left -= 1
-                    self._ended(answers[place], live.arrival.started)
+                    self._ended(answers[choice], live.arrival.started)
             yield group
         self._metrics.count("prefix_cache_hits_total", live.cached_tokens)
 
@@ -212,3 +267,16 @@ class Answering:
         )
         row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
         return Scored(ids.tolist(), row, asked.prompt_logprobs or 0, is_beginning=True)
+
+    async def vectors(self, embedder: Embedder, rows: list[list[int]], adapter: int) -> np.ndarray:
+        """Return the vectors of texts; between two passes, other requests have their turn."""
+        found: dict[int, np.ndarray] = {}
+        for indices in embedder.passes(rows):
+            own = [rows[index] for index in indices]
+            vectors = await in_thread(self.scoring, embedder.vectors, own, adapter)
+            found |= zip(indices, vectors, strict=True)
+        return np.stack([found[index] for index in range(len(rows))])
+
+
+def _has_content(delta: Delta, is_first: bool) -> bool:
+    return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)

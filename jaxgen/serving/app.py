@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,8 +24,8 @@ from jaxgen.serving.answering import LARGE, Answering
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
-from jaxgen.serving.errors import ApiError, api_error
 from jaxgen.serving.exchange import Sending, receive_body
+from jaxgen.serving.http_errors import ApiError, api_error
 from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
@@ -42,20 +40,18 @@ from jaxgen.serving.protocol import (
     Common,
     CompletionRequest,
     DetokenizeRequest,
-    StreamOptions,
     TokenizeRequest,
     decode,
 )
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked, Reader
 from jaxgen.serving.response_input import chat_request, conversation, read_request, references, renaming
-from jaxgen.serving.response_records import Deleted, Event, Item
-from jaxgen.serving.response_store import ResponseStore, StoredResponse
+from jaxgen.serving.response_records import Deleted, Item
+from jaxgen.serving.response_store import ResponseStore
 from jaxgen.serving.response_stream import ResponseStream
 from jaxgen.serving.response_writer import ResponseWriter, new_response
-from jaxgen.serving.scored import Scored, TokenTexts
+from jaxgen.serving.scored import TokenTexts
 from jaxgen.serving.stream import EventStream
-from jaxgen.serving.text import Delta
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
@@ -76,7 +72,6 @@ class Service:
         adapters: the names of the adapters in `params`, in order. A request selects one by its name.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
-        response_store_bytes: the size of the store for responses; 0 turns it off.
         pooling: how the model turns a text into a vector, for embeddings.
         cors_origins: the origins of pages in browsers that may use the service, such as `https://example.org`; "*" for
             all.
@@ -96,7 +91,6 @@ class Service:
         adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
-        response_store_bytes: int = 2**26,
         pooling: Pooling | None = None,
         cors_origins: Sequence[str] = (),
         allowed_hosts: Sequence[str] = (),
@@ -128,7 +122,7 @@ class Service:
         self.metrics = Metrics(name, self._gauges)
         self._origins, self._hosts = list(cors_origins), list(allowed_hosts)
         self._embedder = Embedder(params, cfg, self._reader.encoder, pooling or Pooling(), engine.prompt_width)
-        self._responses = ResponseStore(response_store_bytes)
+        self._responses = ResponseStore(self._limits.stored)
         self._answering = Answering(engine, params, cfg, self._limits, self.metrics, self._texts)
         self._in_flight = BytesInFlight(self._limits.in_flight)
 
@@ -256,43 +250,14 @@ class Service:
         if request.stream:
             scored = await self._answering.until_left(http, self._answering.scored(live.asked), live)
             await self._answering.submit(live)
-            return EventStream(self._events(replies, live, scored), live, self._limits, self.metrics)
-        return await self._answering.until_left(http, self._whole(replies, live), live)
+            return EventStream(self._answering.chunks(replies, live, scored), live, self._limits, self.metrics)
+        return await self._answering.until_left(http, self._answering.whole(replies, live), live)
 
     async def _begin(self, http: Request, request: Common, read: Callable[[Any, int], Asked], **sizes: int) -> Live:
         """Read a request for the model or adapter that it names; `sizes` are further arguments of `Answering.begin`."""
         adapter = self._adapters[self._named(request.model)]
         work = self._answering.begin(request, read, adapter, http.state.arrival, **sizes)
         return await self._answering.until_left(http, work)
-
-    async def _whole(self, replies: Replies, live: Live) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
-        scored = await self._answering.scored(live.asked)
-        await self._answering.submit(live)
-        choices = await self._answering.whole(live)
-        usage = replies.usage([answer for answer, _ in choices], live.cached_tokens)
-        write = functools.partial(replies.whole, choices, usage, scored, live.size.most)
-        return write() if live.size.total < LARGE else await in_thread(self._answering.large, write)
-
-    async def _events(
-        self, replies: Replies, live: Live, scored: list[Scored] | None
-    ) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield groups of chunks that are ready to be sent; a group is empty if the new tokens add nothing to send."""
-        options = replies.request.stream_options or StreamOptions()
-        answers, begun = live.asked.answers(), set()
-
-        def chunk(place: int, delta: Delta) -> dict[str, Any]:
-            of_prompt = None if scored is None else scored[place // live.asked.sequences]
-            body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
-            begun.add(place)
-            if options.continuous_usage_stats:
-                return body | {"usage": replies.usage(answers, live.cached_tokens)}
-            return body | ({"usage": None} if options.include_usage else {})
-
-        async for group in self._answering.deltas(answers, live):
-            yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
-        if options.include_usage:
-            yield [replies.last(replies.usage(answers, live.cached_tokens))]
 
     async def _respond(self, http: Request) -> Any:
         """Return the response to a request of the Responses API, or a stream of its events."""
@@ -313,35 +278,12 @@ class Service:
         with renaming():
             live = await self._begin(http, chat, self._reader.chat, repeated=repeated, copies=_COPIES)
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
-        events = self._response_events(writer, live, items)
+        events = self._answering.response_events(writer, live, items, self._responses)
         if request.stream:
             await self._answering.submit(live)
             return ResponseStream(writer, events, live, self._limits, self.metrics)
-        await self._answering.until_left(http, self._exhaust(events, live), live)
+        await self._answering.until_left(http, self._answering.exhaust(events, live), live)
         return writer.response
-
-    async def _exhaust(self, events: AsyncIterator[Any], live: Live) -> None:
-        """Answer a request whose events are not sent."""
-        await self._answering.submit(live)
-        async for _ in events:
-            pass
-
-    async def _response_events(
-        self, writer: ResponseWriter, live: Live, items: list[Item]
-    ) -> AsyncIterator[list[Event]]:
-        """Yield groups of events. Store the response, which follows `items`, before its last event."""
-        [answer] = answers = live.asked.answers()
-        yield writer.begin()
-        async for group in self._answering.deltas(answers, live):
-            yield [event for _, delta in group for event in writer.put(delta)]
-        last = writer.end(len(live.asked.prompts[0].ids), live.cached_tokens, answer.count, answer.thinking)
-        response = writer.response
-        if response.store:
-            whole = msgspec.json.encode([*items, *response.output])
-            made = tuple(item.id for item in response.output if item.id is not None)
-            stored = StoredResponse(msgspec.json.encode(response), whole, made)
-            response.store = self._responses.put(response.id, stored)
-        yield last
 
     async def _stored(self, http: Request) -> Any:
         """Return or delete a stored response."""
@@ -361,17 +303,10 @@ class Service:
         account.add(self._embedder.answer_bytes(request, len(rows), self._limits.answer))
         tokens = sum(map(len, rows))
         self.metrics.count("prompt_tokens_total", tokens)
-        vectors = await self._answering.until_left(http, self._vectors(rows, self._adapters[model]))
+        vectors = await self._answering.until_left(
+            http, self._answering.vectors(self._embedder, rows, self._adapters[model])
+        )
         return self._embedder.answer(request, vectors, tokens, model)
-
-    async def _vectors(self, rows: list[list[int]], adapter: int) -> np.ndarray:
-        """Return the vectors of texts; between two passes, other requests have their turn."""
-        found: dict[int, np.ndarray] = {}
-        for places in self._embedder.passes(rows):
-            own = [rows[place] for place in places]
-            vectors = await in_thread(self._answering.scoring, self._embedder.vectors, own, adapter)
-            found |= zip(places, vectors, strict=True)
-        return np.stack([found[place] for place in range(len(rows))])
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card(name) for name in self._adapters]}
@@ -435,10 +370,6 @@ class Service:
     async def _page(self, _: Request) -> Response:
         headers = {"content-security-policy": "frame-ancestors 'none'"}  # so that no other site can embed the page
         return Response(self._html, headers=headers, media_type="text/html")
-
-
-def _says_something(delta: Delta, is_first: bool) -> bool:
-    return bool(is_first or delta.text or delta.thought or delta.calls or delta.finish or delta.logprobs is not None)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

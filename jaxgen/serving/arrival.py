@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from jaxgen.serving.errors import NO_RETRY, ApiError
+from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.in_flight import Account
 
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from jaxgen.errors import InputError, shown
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import decode
 from jaxgen.text.utf8_text import text_lines
 

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jaxgen.errors import InputError, JaxgenError, shown
 from jaxgen.grammar.keywords import bare
 from jaxgen.serving.formats.format import Format
 from jaxgen.serving.formats.reading import Call
-from jaxgen.serving.protocol import Message, PastCall, record
+from jaxgen.serving.protocol import ChatMessage, PastCall
 from jaxgen.text.json_file import parse_json
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -19,20 +21,18 @@ _REFUSED = {"audio": "leave it out", "function_call": "use tool_calls", "prefix"
 _PARTS = ("text", "refusal", "thinking")  # a part's type is also the name of the field with its text
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def read_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return the messages of a request, with their contents as text: text parts are joined without a separator.
 
     Raises:
-        ApiError: a field is missing, or has the wrong type.
         InputError: a message is unsupported; the error names the field.
     """
     if not messages:
         raise InputError("messages must have at least one message")
-    places = (f"messages[{i}]" for i in range(len(messages)))
-    return [_checked(record(given, Message, where), where) for given, where in zip(messages, places, strict=True)]
+    return [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _checked(message: Message, where: str) -> Message:
+def _checked(message: ChatMessage, where: str) -> ChatMessage:
     for key, advice in _REFUSED.items():
         if getattr(message, key):
             raise InputError(f"{where}.{key} is not supported: {advice}")
@@ -64,8 +64,7 @@ def _checked(message: Message, where: str) -> Message:
     content = texts["text"] if texts["text"] is not None else texts["refusal"]
     if content is None and message.role != "assistant":
         raise InputError(f"{where}.content must be a string or a list of text parts, got null")
-    message.content, message.reasoning_content = content, texts["thinking"]
-    return message
+    return msgspec.structs.replace(message, content=content, reasoning_content=texts["thinking"])
 
 
 class Dialect(NamedTuple):
@@ -136,7 +135,7 @@ def _shows(render: Render, messages: list[dict[str, Any]], *words: str) -> bool:
     return all(word in text for word in words) and not any(text.count(word) > plain.count(word) for word in unwanted)
 
 
-def template_messages(messages: Sequence[Message], dialect: Dialect, form: Format) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], dialect: Dialect, form: Format) -> list[dict[str, Any]]:
     """Return the messages for the chat template; the role `developer` becomes `system`.
 
     Arguments that are not the JSON of an object, such as an answer that was cut off, remain text. A template that needs
@@ -147,7 +146,7 @@ def template_messages(messages: Sequence[Message], dialect: Dialect, form: Forma
     return [given for message in messages for given in _given(message, dialect, form)]
 
 
-def _given(message: Message, dialect: Dialect, form: Format) -> Iterator[dict[str, Any]]:
+def _given(message: ChatMessage, dialect: Dialect, form: Format) -> Iterator[dict[str, Any]]:
     read: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     read["content"] = message.content if isinstance(message.content, str) else ""
     if message.name is not None:
@@ -197,9 +196,9 @@ def _object(call: PastCall) -> dict[str, Any]:
     return {"arguments": arguments} if isinstance(arguments, str) else arguments
 
 
-def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
+def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
     """Yield the messages with each call in a message of its own, followed by the call's results."""
-    turns: list[tuple[Message, list[Message]]] = []  # each message, with its results
+    turns: list[tuple[ChatMessage, list[ChatMessage]]] = []  # each message, with its results
     for message in messages:
         if message.role == "tool" and turns and turns[-1][0].tool_calls:
             turns[-1][1].append(message)
@@ -210,18 +209,18 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
         if len(calls) < 2:
             yield from (message, *results)
             continue
-        of_call: dict[str | None, list[Message]] = {}
+        of_call: dict[str | None, list[ChatMessage]] = {}
         for result in results:
             of_call.setdefault(result.tool_call_id, []).append(result)
         for number, call in enumerate(calls):
-            first = message if number == 0 else Message(role=message.role)
+            first = message if number == 0 else ChatMessage(role=message.role)
             yield _replaced(first, [call])
             yield from of_call.pop(call.id, ())
         yield from (result for result in results if result.tool_call_id in of_call)
 
 
-def _replaced(message: Message, calls: list[PastCall]) -> Message:
-    return Message(
+def _replaced(message: ChatMessage, calls: list[PastCall]) -> ChatMessage:
+    return ChatMessage(
         role=message.role,
         content=message.content,
         name=message.name,

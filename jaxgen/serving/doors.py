@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxgen.errors import shown
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 
 _READS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 

@@ -18,7 +18,7 @@ from jaxgen.request.inputs import row_ids
 from jaxgen.scoring.embedding import embed
 from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.encoding import Encoder
-from jaxgen.serving.errors import ApiError, about
+from jaxgen.serving.http_errors import ApiError, about
 
 _MOST_TEXTS, _MOST_TOKENS = 2048, 300_000  # OpenAI's limits for a request
 _FLOAT, _BASE64 = 24, 6  # bytes of a number in an answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxgen.errors import ConfigError
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.text.tokenizer import Tokenizer
 
 _BYTES = 128  # assumed to be the length of the longest token if it is shorter, because some tokenizers drop characters

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxgen.serving.errors import NO_RETRY, ApiError
+from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.in_flight import Account
 from jaxgen.serving.limits import Limits
 

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Hashable
 
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import SHARE
 
 

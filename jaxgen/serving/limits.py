@@ -16,6 +16,7 @@ class Limits:
         body_seconds: the time limit for sending the body.
         answer: the maximum number of bytes in an answer; of a stream, without the tokens that are generated.
         in_flight: the maximum number of bytes of all requests and answers together. A client may use a quarter of them.
+        stored: the maximum number of bytes of all stored responses together; 0 turns the store off.
         unread: the number of bytes of a stream that may wait until the client reads them.
         seconds: the time limit for a request, from its arrival to the end of its answer.
         grammar_seconds: the time limit for compiling one grammar.
@@ -27,6 +28,7 @@ class Limits:
     body_seconds: float = 30.0
     answer: int = 2**26
     in_flight: int = 2**30
+    stored: int = 2**26
     unread: int = 2**24
     seconds: float = 600.0
     grammar_seconds: float = 30.0

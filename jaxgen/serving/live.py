@@ -27,7 +27,7 @@ class Live:
             maximum number of bytes in the queue, `most_unread`.
         size: the estimated size of the answer.
         overrun: called in the loop's thread if the client of a stream does not read; it should end the stream.
-        news: the queue. Each item consists of a sequence's index within the request and one of the sequence's events.
+        events: the queue. Each item consists of a sequence's index within the request and one of the sequence's events.
         handles: the prompts' handles in the engine.
     """
 
@@ -45,7 +45,7 @@ class Live:
         self._most_unread, self._unread = most_unread or 0, 0
         self._engine, self._metrics = engine, metrics
         self._loop = asyncio.get_running_loop()
-        self.news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.handles: list[Handle] = []
         self._last: dict[int, float] = {}
         self._is_cancelled = False
@@ -55,8 +55,8 @@ class Live:
         """Submit all prompts; any thread may call this method. If an error is raised, no prompt is answered."""
         try:
             for number, prompt in enumerate(self.asked.prompts):
-                hear = functools.partial(self._hear, number)
-                handle = self._engine.follow(prompt, hear, 0, group=self.arrival.group)
+                on_event = functools.partial(self._on_event, number)
+                handle = self._engine.follow(prompt, on_event, 0, group=self.arrival.group)
                 with self._lock:
                     self.handles.append(handle)
                     if self._is_cancelled:
@@ -65,32 +65,32 @@ class Live:
             self.cancel()
             raise
 
-    def _hear(self, number: int, news: Event) -> None:
+    def _on_event(self, number: int, event: Event) -> None:
         """Handle an event of prompt `number`: update metrics, and queue the event if needed. See `Engine.follow`."""
-        place, now = number * self.asked.sequences + news.sequence, time.monotonic()
-        if news.tokens:
-            count = len(news.tokens)
-            if place in self._last:
-                self._metrics.observe("inter_token_latency_seconds", (now - self._last[place]) / count, count)
-            elif news.sequence == 0:
+        choice, now = number * self.asked.sequences + event.sequence, time.monotonic()
+        if event.tokens:
+            count = len(event.tokens)
+            if choice in self._last:
+                self._metrics.observe("inter_token_latency_seconds", (now - self._last[choice]) / count)
+            elif event.sequence == 0:
                 self._metrics.observe("time_to_first_token_seconds", now - self.arrival.started)
-            self._last[place] = now
+            self._last[choice] = now
             self._metrics.count("generation_tokens_total", count)
-        if self.streams or news.stop_reason or not news.tokens:
-            self._loop.call_soon_threadsafe(self._queue, place, news)
+        if self.streams or event.stop_reason or not event.tokens:
+            self._loop.call_soon_threadsafe(self._queue, choice, event)
 
-    def _queue(self, place: int, news: Event) -> None:
-        self.news.put_nowait((place, news))
-        self._unread += len(news.tokens) * self.size.token
+    def _queue(self, choice: int, event: Event) -> None:
+        self.events.put_nowait((choice, event))
+        self._unread += len(event.tokens) * self.size.token
         if self.streams and self._unread > self._most_unread:
             self.cancel()
             self.overrun()
 
     async def get(self) -> list[tuple[int, Event]]:
         """Wait for events, and take all of them from the queue."""
-        happened = [await self.news.get()]
-        while not self.news.empty():
-            happened.append(self.news.get_nowait())
+        happened = [await self.events.get()]
+        while not self.events.empty():
+            happened.append(self.events.get_nowait())
         self._unread = 0
         return happened
 

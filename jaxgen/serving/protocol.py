@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from jaxgen.errors import InputError, shown
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.text.json_file import parse_json
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
-_PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
+_PATH = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {
     "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
     "guided_decoding_backend": "there is only one implementation: leave it out",
@@ -55,11 +55,10 @@ class Structured(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that requests for completions and for chat completions share."""
+class Generated(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that all requests for generated text share."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -67,8 +66,21 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    stream: bool | None = False
+    unsupported: Literal["error", "warn"] = "error"
+    # These fields have no effect on the answer.
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Common(Generated, kw_only=True):
+    """The fields that requests for completions and for chat completions share."""
+
+    max_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -77,25 +89,19 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool = True
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     structured_outputs: Structured | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
-    unsupported: Literal["error", "warn"] = "error"
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     request_id: str | None = None
     # These fields have no effect on the answer.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     verbosity: str | None = None
     # These fields are accepted with a value that changes nothing; see NEUTRAL.
     audio: Any = None
@@ -113,7 +119,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
 
 
-class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(Common, kw_only=True):
     """The body of /v1/completions."""
 
     prompt: str | list[Any]
@@ -147,7 +153,7 @@ class Part(msgspec.Struct):
     thinking: str | None = None
 
 
-class CalledFunction(msgspec.Struct):
+class PastFunction(msgspec.Struct):
     """The function of a call; `arguments` is the text of a JSON object, or the object itself."""
 
     name: str
@@ -157,12 +163,12 @@ class CalledFunction(msgspec.Struct):
 class PastCall(msgspec.Struct):
     """A call that an earlier answer made."""
 
-    function: CalledFunction
+    function: PastFunction
     id: str | None = None
     type: str | None = "function"
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """A message of a conversation."""
 
     role: str
@@ -208,32 +214,32 @@ class NamedTool(msgspec.Struct):
     type: str = "function"
 
 
-class AllowedTools(msgspec.Struct):
+class AllowedFunctions(msgspec.Struct):
     """The tools that the model may or must use."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
-class Choice(msgspec.Struct):
+class Choice(msgspec.Struct, omit_defaults=True):
     """The value of `tool_choice` if it is an object."""
 
     type: str
     function: NamedFunction | None = None
-    allowed_tools: AllowedTools | None = None
+    allowed_tools: AllowedFunctions | None = None
 
 
-class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(Common, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | Choice | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
@@ -247,8 +253,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
@@ -293,20 +299,12 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     return request
 
 
-def record(value: Any, kind: type[Body], where: str) -> Body:
-    """Return an object of a request as a record of type `kind`, or raise an `ApiError`; `where` names the object."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), where) from error
-
-
-def _explained(text: str, where: str = "") -> ApiError:
-    place = _PLACE.search(text)
-    path = ".".join(filter(None, [where, place[1] if place else ""]))
+def _explained(text: str) -> ApiError:
+    found = _PATH.search(text)
+    path = found[1] if found else ""
     if field := _FIELD.search(text):
         name = ".".join(filter(None, [path, field[2]]))
         reason = "is missing" if field[1] != "unknown" else f"is not supported: {_INSTEAD.get(name, 'leave it out')}"
         return ApiError(400, f"{name} {reason}", name)
-    reason = text[: place.start()] if place else text
+    reason = text[: found.start()] if found else text
     return ApiError(400, f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}", path or None)

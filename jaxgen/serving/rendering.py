@@ -9,10 +9,10 @@ from typing import Any
 from jaxgen.grammar.expression import Expression
 from jaxgen.serving import thoughts
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
-from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.formats.formats import format_of
-from jaxgen.serving.protocol import ChatRequest, Message, TokenizeRequest
+from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.protocol import ChatMessage, ChatRequest, TokenizeRequest
 from jaxgen.serving.thoughts import Tags, ThoughtParser
 from jaxgen.serving.tools import Tools
 from jaxgen.text.chat_template import continued
@@ -105,7 +105,7 @@ class Renderer:
         tags = thoughts.tags_of(template) if self._thinks else None
         return Rendered(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, own))
 
-    def _dialect(self, messages: Sequence[Message], has_tools: bool) -> Dialect:
+    def _dialect(self, messages: Sequence[ChatMessage], has_tools: bool) -> Dialect:
         """Return the form in which the template accepts past calls; it is found when it is first needed."""
         if not any(message.tool_calls for message in messages):
             return Dialect()

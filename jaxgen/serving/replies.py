@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from jaxgen.request.prompt import Prompt
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.formats.reading import Call
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatRequest, Common
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.scored import Scored, TokenTexts, entries
-from jaxgen.serving.text import Answer, Delta
 
 SHORTER = "lower max_tokens, n or the number of log-probabilities"
 

@@ -20,18 +20,18 @@ from jaxgen.grammar.expression import EMPTY, Expression, sequence
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.prompt import Prompt, PromptReader
+from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
 from jaxgen.serving.encoding import Encoder
-from jaxgen.serving.errors import ApiError, about
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.grammars import Grammar, Wanted
+from jaxgen.serving.http_errors import ApiError, about
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.rendering import Rendered, Renderer
-from jaxgen.serving.text import Answer, StopCut
 from jaxgen.serving.tools import Tools
 from jaxgen.text.spelled import Spelled
-from jaxgen.text.streaming import TextStream
+from jaxgen.text.streaming import StopCut, TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
 _MOST_SEQUENCES = 128  # OpenAI's limit for `n`

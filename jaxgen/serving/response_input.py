@@ -11,8 +11,8 @@ from typing import Any, get_args
 import msgspec
 
 from jaxgen.errors import JaxgenError
-from jaxgen.serving.errors import ApiError, api_error
-from jaxgen.serving.protocol import ChatRequest, decode
+from jaxgen.serving.http_errors import ApiError, api_error
+from jaxgen.serving.protocol import ChatRequest, Generated, decode
 from jaxgen.serving.response_records import (
     AllowedTools,
     ChosenFunction,
@@ -34,8 +34,7 @@ from jaxgen.serving.response_records import (
 _INSTRUCT = "system", "developer"  # the roles of instructions
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that have the same name and meaning in a request for chat completions.
-_SAME = "model temperature top_p stream seed top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
-_SAME += ["parallel_tool_calls", "chat_template_kwargs", "unsupported"]
+_SAME = (*Generated.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 _REFUSED = {
     "conversation": "use previous_response_id, or send the items of the conversation",
     "prompt": "stored prompts are not offered: send instructions and input",

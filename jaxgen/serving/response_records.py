@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from jaxgen.serving.protocol import Generated
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -178,19 +180,15 @@ class ResponseStreamOptions(_Record):
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class ResponseRequest(_Record):
+class ResponseRequest(Generated, kw_only=True):
     """The body of a request to create a response."""
 
     input: str | list[Item | ItemReference]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
-    stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
     include: list[Include] | None = None
     tools: list[FunctionTool] | None = None
@@ -200,21 +198,9 @@ class ResponseRequest(_Record):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    # These fields of vLLM's have the same meaning as in requests for chat completions.
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    unsupported: Literal["error", "warn"] = "error"
+    chat_template_kwargs: dict[str, Any] | None = None  # as in requests for chat completions
     # These fields have no effect on the answer.
     metadata: dict[str, str] | None = None
-    user: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None  # counts only calls of built-in tools
 
@@ -342,10 +328,13 @@ class ItemDone(_OfItem, tag="response.output_item.done"):
     """An item of the output is complete."""
 
 
-class _OfPart(Event):
+class _OfText(Event):
     item_id: str
     output_index: int
     content_index: int
+
+
+class _OfPart(_OfText):
     part: OutputText | ReasoningText
 
 
@@ -355,12 +344,6 @@ class PartAdded(_OfPart, tag="response.content_part.added"):
 
 class PartDone(_OfPart, tag="response.content_part.done"):
     """The content of an item is complete."""
-
-
-class _OfText(Event):
-    item_id: str
-    output_index: int
-    content_index: int
 
 
 class TextDelta(_OfText, tag="response.output_text.delta"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 
 _MOST = 4096  # maximum number of responses
 

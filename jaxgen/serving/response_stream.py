@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live
 from jaxgen.serving.metrics import Metrics

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_records import (
     ArgumentsDelta,
@@ -47,7 +48,6 @@ from jaxgen.serving.response_records import (
     TextOptions,
 )
 from jaxgen.serving.scored import Scored, TokenTexts, entries
-from jaxgen.serving.text import Delta
 
 # Fields of a request that its response repeats.
 _REPEATED = (
@@ -148,7 +148,7 @@ class ResponseWriter:
     def _now(self) -> ResponseBody:
         return msgspec.structs.replace(self.response, output=list(self.response.output))
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return the fields that identify the content of the open item."""
         assert self._open is not None
         return {"item_id": self._open.id, "output_index": len(self.response.output), "content_index": 0}
@@ -164,40 +164,40 @@ class ResponseWriter:
             part = ReasoningText(text="")
         self._open, self._pieces, self._sent = item, [], 0
         added = self._event(ItemAdded, output_index=len(self.response.output), item=msgspec.structs.replace(item))
-        return [*events, added, self._event(PartAdded, part=part, **self._place())]
+        return [*events, added, self._event(PartAdded, part=part, **self._position())]
 
     def _write(self, kind: type[Message] | type[ReasoningItem], text: str) -> list[Event]:
         """Add text to the open item, or to a new item if the open one is of another kind."""
         events = [] if isinstance(self._open, kind) else self._begin(kind)
         self._pieces.append(text)
         if kind is ReasoningItem:
-            return [*events, self._event(ReasoningDelta, delta=text, **self._place())]
+            return [*events, self._event(ReasoningDelta, delta=text, **self._position())]
         logprobs, self._sent = self._logprobs[self._sent :], len(self._logprobs)
-        return [*events, self._event(TextDelta, delta=text, logprobs=logprobs, **self._place())]
+        return [*events, self._event(TextDelta, delta=text, logprobs=logprobs, **self._position())]
 
     def _close(self, status: Any) -> list[Event]:
         """Complete the open item, if any."""
-        item, text, place = self._open, "".join(self._pieces), len(self.response.output)
+        item, text, index = self._open, "".join(self._pieces), len(self.response.output)
         if item is None:
             return []
         if isinstance(item, Message):
             logprobs, self._logprobs = self._logprobs, []
             part: Any = OutputText(text=text, logprobs=logprobs)
             item.content = [part]
-            done = self._event(TextDone, text=text, logprobs=logprobs, **self._place())
+            done = self._event(TextDone, text=text, logprobs=logprobs, **self._position())
         else:
             part = ReasoningText(text=text)
             item.content = [part]
-            done = self._event(ReasoningDone, text=text, **self._place())
+            done = self._event(ReasoningDone, text=text, **self._position())
         item.status = status
-        events = [done, self._event(PartDone, part=part, **self._place())]
+        events = [done, self._event(PartDone, part=part, **self._position())]
         self._open = None
         self.response.output = [*self.response.output, item]
-        return [*events, self._event(ItemDone, output_index=place, item=item)]
+        return [*events, self._event(ItemDone, output_index=index, item=item)]
 
     def _call(self, call: Call) -> list[Event]:
         """Add a call."""
-        place, self._logprobs = len(self.response.output), []
+        index, self._logprobs = len(self.response.output), []
         item = FunctionCall(
             call_id=call.id or self._asked.call_id(),
             name=call.name,
@@ -206,11 +206,11 @@ class ResponseWriter:
             status="completed",
         )
         started = msgspec.structs.replace(item, arguments="", status="in_progress")
-        where = {"item_id": item.id, "output_index": place}
+        where = {"item_id": item.id, "output_index": index}
         self.response.output = [*self.response.output, item]
         return [
-            self._event(ItemAdded, output_index=place, item=started),
+            self._event(ItemAdded, output_index=index, item=started),
             self._event(ArgumentsDelta, delta=call.arguments, **where),
             self._event(ArgumentsDone, name=call.name, arguments=call.arguments, **where),
-            self._event(ItemDone, output_index=place, item=item),
+            self._event(ItemDone, output_index=index, item=item),
         ]

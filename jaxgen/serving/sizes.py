@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.protocol import ChatRequest, Common
 from jaxgen.serving.requests import Asked

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
-from jaxgen.serving.errors import ApiError, api_error
+from jaxgen.serving.http_errors import ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live
 from jaxgen.serving.metrics import Metrics
@@ -69,8 +69,8 @@ class EventStream(StreamingResponse):
             else:
                 error = self._live.arrival.late()
         except Exception as failure:
-            self._metrics.count("request_error_total")
             error, self._ended = api_error(failure), True
+            self._metrics.count("request_error_total", status=str(error.status))
         finally:
             following.cancel()
         if error is not None:
@@ -85,7 +85,7 @@ class EventStream(StreamingResponse):
         return error.body
 
 
-async def leaves(receive: Any) -> None:
+async def disconnected(receive: Any) -> None:
     """Wait until the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.keywords import plain
 from jaxgen.serving.formats.format import CallParser, Format
-from jaxgen.serving.protocol import Choice, Function, NamedTool, Tool, record
+from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -37,22 +39,25 @@ class Tools:
     _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # keyed by function name
 
     @classmethod
-    def of(cls, tools: list[Any] | None, tool_choice: Any, parallel_tool_calls: bool | None) -> Tools | None:
+    def of(
+        cls, tools: list[Tool] | None, tool_choice: str | Choice | None, parallel_tool_calls: bool | None
+    ) -> Tools | None:
         """Read a request's tool fields; None stands for an absent field. Return None if the request has no tools.
 
         Raises:
-            ApiError: a field is missing, or has the wrong type.
             InputError: a field is unsupported; the error names the field.
         """
         if tools is None:
             if tool_choice not in (None, "none"):
-                raise InputError(f"tool_choice needs tools, got tool_choice {shown(tool_choice)} without tools")
+                raise InputError(
+                    f"tool_choice needs tools, got tool_choice {shown(msgspec.to_builtins(tool_choice))} without tools"
+                )
             return None
         if not tools:
             raise InputError("tools must be a list that is not empty, got []")
         functions: dict[str, Function] = {}
-        for i, given in enumerate(tools):
-            function = _function(record(given, Tool, f"tools[{i}]"), f"tools[{i}]")
+        for i, tool in enumerate(tools):
+            function = _function(tool, f"tools[{i}]")
             if functions.setdefault(function.name, function) is not function:
                 raise InputError(f"tools[{i}].function.name is {function.name}, as in an earlier tool: rename it")
         mode, names = _choice(tool_choice, functions)
@@ -118,21 +123,21 @@ def _for_template(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
-def _choice(value: Any, functions: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _choice(value: str | Choice | None, functions: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Return the choice (auto, none, required or named), and the functions that may be called."""
-    if value is None or (isinstance(value, str) and value in ("auto", "none", "required")):
-        return value or "auto", () if value == "none" else tuple(functions)
-    given = record(value, Choice, "tool_choice") if isinstance(value, Mapping) else None
-    if given is not None and given.type == "function" and given.function is not None:
-        return "named", (_chosen(NamedTool(given.function), "tool_choice", functions),)
-    if given is None or given.type != "allowed_tools" or given.allowed_tools is None:
-        allowed = "'auto', 'none', 'required' or an object with the type and the key function or allowed_tools"
-        raise InputError(f"tool_choice must be {allowed}, got {shown(value)}")
-    where = "tool_choice.allowed_tools.tools"
-    if not given.allowed_tools.tools:
-        raise InputError(f"{where} must be a list that is not empty, got []")
-    allowed = {_chosen(tool, f"{where}[{i}]", functions) for i, tool in enumerate(given.allowed_tools.tools)}
-    return given.allowed_tools.mode, tuple(name for name in functions if name in allowed)
+    match value:
+        case None | "auto" | "none" | "required":
+            return value or "auto", () if value == "none" else tuple(functions)
+        case Choice(type="function", function=NamedFunction() as function):
+            return "named", (_chosen(NamedTool(function), "tool_choice", functions),)
+        case Choice(type="allowed_tools", allowed_tools=AllowedFunctions(mode=mode, tools=tools)):
+            where = "tool_choice.allowed_tools.tools"
+            if not tools:
+                raise InputError(f"{where} must be a list that is not empty, got []")
+            allowed = {_chosen(tool, f"{where}[{i}]", functions) for i, tool in enumerate(tools)}
+            return mode, tuple(name for name in functions if name in allowed)
+    allowed = "'auto', 'none', 'required' or an object with the type and the key function or allowed_tools"
+    raise InputError(f"tool_choice must be {allowed}, got {shown(msgspec.to_builtins(value))}")
 
 
 def _chosen(tool: NamedTool, where: str, functions: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -91,6 +91,51 @@ class TextStream:
         cut = match.start() if match else len(text)
         self._undecided = text[cut:]
         return clean_up(text[:cut])
+
+
+class StopCut:
+    """Cuts text at the first stop string; the beginning of a possible stop string is held back.
+
+    Args:
+        strings: the stop strings.
+        keeps: if True, the stop string that ends the text is part of it.
+
+    Attributes:
+        found: the stop string that ended the text, or None.
+    """
+
+    def __init__(self, strings: Sequence[str], keeps: bool):
+        self._strings, self._keeps = tuple(dict.fromkeys(strings)), keeps
+        self._longest = max(map(len, self._strings), default=0)
+        self._held = ""
+        self.found: str | None = None
+
+    def put(self, text: str) -> str:
+        """Append text, and return the part that cannot belong to a stop string."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        found = [(text.find(string), -len(string), string) for string in self._strings if string in text]
+        if found:
+            begin, _, self.found = min(found)
+            self._held = ""
+            return text[: begin + len(self.found) * self._keeps]
+        held = self._length_held(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _length_held(self, text: str) -> int:
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(string.startswith(end) for string in self._strings):
+                return length
+        return 0
+
+    def end(self) -> str:
+        """Return the text that was held back; call this method after the last `put`."""
+        held, self._held = self._held, ""
+        return held
 
 
 class TextStreamer:

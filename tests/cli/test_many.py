@@ -239,15 +239,11 @@ class TestInterruptions:
         assert target.read_bytes() == whole
 
     @pytest.mark.slow
-    def test_other_slots_are_warned_of_in_16_bits(self, run, drawn, tmp_path, interrupt):
-        options = (*drawn[:4], "--dtype", "bfloat16", "--max-new-tokens", 2, "--output", tmp_path / "answers")
+    def test_a_run_continues_with_other_slots(self, run, drawn, tmp_path, interrupt):
+        options = (*drawn[:4], "--max-new-tokens", 2, "--output", tmp_path / "answers")
         interrupt(3)
         assert run(*options, "--slots", 4)[0] == 130
-        record = json.loads((tmp_path / "answers.partial").read_text().splitlines()[0])["run"]
-        assert (record["--dtype"], record["--slots"], record["--mesh"]) == ("bfloat16", 4, "1x1")
-        status, _, err = run(*options)
-        assert status == 0
-        assert "answers.partial was begun with --slots 4: in bfloat16 this changes the rounding" in err
+        assert run(*options)[0] == 0
         assert len((tmp_path / "answers").read_text().splitlines()) == 10
 
     @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from convert import CheckpointError, load_hf, save_hf
 from convert.hf import float_dtype, open_checkpoint
 from jaxgen import ConfigError, GenerationConfig, InputError, generate, memory
-from jaxgen.cli.memory import check_memory
+from jaxgen.cli.memory_check import check_memory
 from tests.support.checkpoints import LLAMA, QWEN2, weights, write
 
 WIDE = QWEN2 | {"vocab_size": 4000}  # 0.26 MB of weights

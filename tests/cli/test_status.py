@@ -5,14 +5,17 @@ import logging
 import os
 import re
 import signal
+import sys
 import types
 
 import pytest
 
 from jaxgen.cli import main, many, terminal
 from jaxgen.cli.input_file import Line
+from jaxgen.cli.printing import Printer
 from jaxgen.cli.timing import Stats
 from jaxgen.progress import COMPILING
+from tests.support.tokenizers import byte_level
 
 ERASE = "\r\x1b[K"
 
@@ -97,6 +100,19 @@ def test_a_status_after_text(screen, after):
             assert screen.new() == erased
         terminal.show("compiling" * 9, 30)
         assert after(1) == f"\x1b7\x1b[K {('compiling' * 9)[:28]}\x1b8"
+
+
+@pytest.mark.parametrize(("text", "room"), [("a\nowls", 56), ("a\tb", 50), ("ねこ", 56), ("a" * 70, -10)])
+def test_the_room_after_an_answer(screen, monkeypatch, text, room):
+    rooms = []
+    monkeypatch.setattr(terminal, "show", lambda text, room=None: rooms.append(room))
+    monkeypatch.setattr(sys, "stdout", stdout := Screen())
+    for stdout.is_terminal in (True, False):
+        printer = Printer(types.SimpleNamespace(tokenizer=byte_level(), stats=Stats()))  # pyright: ignore
+        printer.on_finalized_text(text[:1])
+        printer.on_finalized_text(text[1:])
+        assert stdout.new() == text
+    assert rooms[1:] == [room, sys.maxsize, sys.maxsize]
 
 
 def test_an_interrupt_is_shown(screen, after):

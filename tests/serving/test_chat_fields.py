@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -40,6 +41,10 @@ def qwen():
 def r1():
     with running(template=KINDS["R1"]) as made, httpx.Client(base_url=made.url, timeout=60) as http:
         yield http
+
+
+def chat_request(**fields):
+    return msgspec.convert(fields, ChatRequest)
 
 
 def chat(http, **fields) -> dict:
@@ -232,7 +237,7 @@ def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
     """A busy service reads several events of an answer before it writes their chunks."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=200, output_logprobs="logits", top_logprobs=1)
     tokenizer = byte_level(chat_template=KINDS["HERMES"])
-    request = ChatRequest(messages=[USER], tools=[NOW], stop=["END"])
+    request = chat_request(messages=[USER], tools=[NOW], stop=["END"])
     prompts = PromptReader(PromptOptions(cfg, 400), tokenizer, "threefry2x32")
     asked = Reader(prompts, 800, 1).chat(request)
     [answer] = asked.answers()
@@ -263,7 +268,7 @@ def test_the_tokenizers_end_of_turn_ends_an_answer(fields, ends):
         ids = asked.prompts[0].options["eos_token_id"]
         return ids[ids >= 0].tolist()
 
-    asked = reader.chat(ChatRequest(messages=[USER], **fields))
+    asked = reader.chat(chat_request(messages=[USER], **fields))
     assert kept(asked) == ends
     completed = reader.completion(CompletionRequest(prompt="A", **fields))
     assert kept(completed) == ends

@@ -1,17 +1,18 @@
 import json
 import re
 
+import msgspec
 import pytest
 
 from jaxgen import Tokenizer
 from jaxgen.errors import InputError
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
-from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.coder import Coder
 from jaxgen.serving.formats.formats import format_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.formats.mistral import MistralList
-from jaxgen.serving.protocol import ChatRequest
+from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.protocol import ChatRequest, Tool, decode
 from jaxgen.serving.rendering import Renderer
 from jaxgen.serving.tools import Tools
 from jaxgen.text.chat_template import continued
@@ -26,7 +27,20 @@ def past_call(arguments=CITY, **more):
 
 
 def written(messages, dialect=Dialect(), form=None):  # noqa: B008 - a constant
-    return template_messages(read_messages(messages), dialect, form or Hermes())
+    return template_messages(read(messages), dialect, form or Hermes())
+
+
+def chat_request(**fields):
+    return msgspec.convert(fields, ChatRequest)
+
+
+def read(messages):
+    """Read the messages of the body of a request."""
+    return read_messages(decode(json.dumps({"messages": messages}).encode(), ChatRequest).messages)
+
+
+def tools_of(tools, choice=None):
+    return Tools.of(tools and msgspec.convert(tools, list[Tool]), choice, None)
 
 
 HISTORY = [
@@ -181,12 +195,12 @@ def test_a_message_that_is_not_valid_is_refused(message, text):
     for before in ([], [HISTORY[0]]):
         expected = re.escape(text.replace("messages[0]", f"messages[{len(before)}]")).replace(r"\.\*", ".*")
         with pytest.raises((InputError, ApiError), match="^" + expected):
-            read_messages([*before, message])
+            read([*before, message])
 
 
 def test_a_conversation_without_messages_is_refused():
     with pytest.raises(InputError, match="messages must have at least one"):
-        read_messages([])
+        read([])
 
 
 # Dialects
@@ -237,8 +251,8 @@ CONVERSATIONS = {
 def test_past_calls_are_in_the_prompt(kind, name, has_tools):
     renderer = Renderer(byte_level(chat_template=KINDS[kind]), True)
     tools = [{"type": "function", "function": {"name": "search"}}] if has_tools else None
-    request = ChatRequest(messages=[USER, *CONVERSATIONS[name]], tools=tools)
-    text = renderer.prompt(request, Tools.of(tools, None, None)).text
+    request = chat_request(messages=[USER, *CONVERSATIONS[name]], tools=tools)
+    text = renderer.prompt(request, tools_of(tools)).text
     assert "weather" in text
     assert "Köln" in text
     assert "rain" in text
@@ -252,7 +266,7 @@ def test_a_template_is_probed_once(monkeypatch):
     renderer, rendered = Renderer(tok := byte_level(chat_template=KINDS["R1"]), True), []
     original = tok.render_chat
     monkeypatch.setattr(tok, "render_chat", lambda *args, **more: rendered.append(1) or original(*args, **more))
-    request = ChatRequest(messages=[USER, *CONVERSATIONS["null"]])
+    request = chat_request(messages=[USER, *CONVERSATIONS["null"]])
     renderer.prompt(request, None)
     assert len(rendered) > 1
     rendered.clear()
@@ -268,9 +282,9 @@ def test_a_template_is_probed_once(monkeypatch):
 def test_the_answer_continues_the_last_message(kind, text):
     renderer = Renderer(byte_level(chat_template=KINDS[kind]), True)
     messages = [USER, {"role": "assistant", "content": text}]
-    request = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    request = chat_request(messages=messages, add_generation_prompt=False, continue_final_message=True)
     prompt = renderer.prompt(request, None)
-    whole = renderer.prompt(ChatRequest(messages=messages, add_generation_prompt=False), None).text
+    whole = renderer.prompt(chat_request(messages=messages, add_generation_prompt=False), None).text
     assert whole.startswith(prompt.text)
     assert prompt.text.endswith(text.strip() if kind == "LLAMA" else text)
     assert prompt.text.count("Weather?") == 1 + (text == "Weather?")
@@ -279,7 +293,7 @@ def test_the_answer_continues_the_last_message(kind, text):
 def test_a_thought_may_continue():
     def is_open(text):
         messages = [USER, {"role": "assistant", "content": text}]
-        request = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+        request = chat_request(messages=messages, add_generation_prompt=False, continue_final_message=True)
         return Renderer(byte_level(chat_template=KINDS["QWEN3"]), True).prompt(request, None).is_open
 
     assert [is_open(text) for text in ("<think>\nHm", "<think>Hm</think>\nA", "A wren")] == [True, False, False]
@@ -294,7 +308,7 @@ def test_a_thought_may_continue():
     ],
 )
 def test_what_cannot_continue_is_refused(messages, prompted, words):
-    request = ChatRequest(messages=messages, add_generation_prompt=prompted, continue_final_message=True)
+    request = chat_request(messages=messages, add_generation_prompt=prompted, continue_final_message=True)
     with pytest.raises((InputError, ApiError), match=words):
         Renderer(byte_level(chat_template=KINDS["HERMES"]), True).prompt(request, None)
     with pytest.raises(InputError, match="the chat template changes it"):
@@ -314,7 +328,7 @@ def test_what_cannot_continue_is_refused(messages, prompted, words):
 )
 def test_fields_about_thinking_reach_the_template(fields, closes):
     prompt = Renderer(byte_level(chat_template=KINDS["QWEN3"]), True).prompt(
-        ChatRequest(messages=[USER], **fields), None
+        chat_request(messages=[USER], **fields), None
     )
     assert prompt.text.endswith("<think>\n\n</think>\n\n") == closes
     assert not prompt.is_open
@@ -332,8 +346,8 @@ def qwen(data) -> Tokenizer:
 def test_qwens_template_writes_history_as_the_parser_reads_it(qwen):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "weather", "description": "Tell the weather", "parameters": parameters}
-    tools = Tools.of([{"type": "function", "function": function}], None, None)
-    prompt = Renderer(qwen, True).prompt(ChatRequest(messages=HISTORY), tools)
+    tools = tools_of([{"type": "function", "function": function}])
+    prompt = Renderer(qwen, True).prompt(chat_request(messages=HISTORY), tools)
     assert prompt.text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert json.dumps({"type": "function", "function": function}) in prompt.text
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -341,7 +355,8 @@ def test_qwens_template_writes_history_as_the_parser_reads_it(qwen):
     assert "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>" in prompt.text
     assert isinstance(format_of(qwen.chat_template), Hermes)
     hidden = Renderer(qwen, True).prompt(
-        ChatRequest(messages=HISTORY[:2]), Tools.of([{"type": "function", "function": function}], "none", None)
+        chat_request(messages=HISTORY[:2]),
+        tools_of([{"type": "function", "function": function}], "none"),
     )
     assert "weather" not in hidden.text
 

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from jaxgen.serving import answering
 from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
-from jaxgen.serving.errors import ApiError
 from jaxgen.serving.exchange import Sending
 from jaxgen.serving.grammars import Wanted
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.in_flight import BytesInFlight
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.protocol import CompletionRequest
-from jaxgen.serving.text import StopCut
+from jaxgen.text.streaming import StopCut
 from tests.support.service import running
 from tests.support.tokenizers import byte_level
 

@@ -8,15 +8,16 @@ import httpx
 import msgspec
 import pytest
 
-from jaxgen.serving.errors import ApiError
+from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
-from jaxgen.serving.protocol import ChatRequest
+from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.limits import Limits
+from jaxgen.serving.protocol import AllowedFunctions, ChatRequest, Choice, Function, NamedFunction, NamedTool, Tool
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_input import chat_request, messages_of, read_request
 from jaxgen.serving.response_records import EVENTS, Item, ResponseRequest
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_writer import ResponseWriter, new_response
-from jaxgen.serving.text import Delta
 from tests.support.dialects import KINDS
 from tests.support.service import KEY, running
 
@@ -45,7 +46,7 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 @pytest.fixture(scope="module")
 def service():
-    with running(keys=[KEY], options={"response_store_bytes": 20_000}) as made:
+    with running(keys=[KEY], limits=Limits(stored=20_000)) as made:
         yield made
 
 
@@ -417,16 +418,13 @@ class TestInput:
         request = read_request(json.dumps({"input": "a", "tools": [WEATHER], "tool_choice": "required"}).encode())
         chat = chat_request(request, [])
         assert isinstance(chat, ChatRequest)
-        function = {"name": "weather", "parameters": WEATHER["parameters"]}
-        assert msgspec.to_builtins(chat.tools) == [{"type": "function", "function": function}]
+        assert chat.tools == [Tool(Function("weather", parameters=WEATHER["parameters"]))]
         chosen = {
             "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
         }
         request = read_request(json.dumps({"input": "a", "tools": [WEATHER], **chosen}).encode())
-        assert chat_request(request, []).tool_choice == {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
-        }
+        allowed = AllowedFunctions("auto", [NamedTool(NamedFunction("f"))])
+        assert chat_request(request, []).tool_choice == Choice("allowed_tools", allowed_tools=allowed)
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}

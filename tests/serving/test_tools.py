@@ -6,8 +6,9 @@ import pytest
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.serving.errors import ApiError
 from jaxgen.serving.formats.hermes import CLOSING, Hermes
+from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.protocol import ChatRequest, Function, Tool, decode
 from jaxgen.serving.tools import Tools
 from tests.support.automata import matrix
 from tests.support.tokenizers import byte_level, llama
@@ -22,6 +23,13 @@ WEATHER = {
 def tool(name, parameters=None, **more):
     parameters = {} if parameters is None else {"parameters": parameters}
     return {"function": {**more, **parameters, "name": name}, "type": "function"}
+
+
+def tools_of(tools, choice, parallel):
+    """Return the tools of a request with these fields."""
+    body = {"messages": [], "tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+    request = decode(json.dumps(body).encode(), ChatRequest)
+    return Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
 
 
 HERMES = Hermes()
@@ -55,7 +63,7 @@ def automaton_of(tools, tok, vocab_size=None, form=HERMES):
 @pytest.mark.parametrize("choice", [None, "none"])
 @pytest.mark.parametrize("parallel", [None, True, False])
 def test_a_request_without_tools_has_none(choice, parallel):
-    assert Tools.of(None, choice, parallel) is None
+    assert tools_of(None, choice, parallel) is None
 
 
 @pytest.mark.parametrize(
@@ -70,25 +78,25 @@ def test_a_request_without_tools_has_none(choice, parallel):
     ],
 )
 def test_the_choice_determines_what_may_and_must_be_called(choice, names, forced, single):
-    tools = Tools.of(TOOLS, choice, None)
+    tools = tools_of(TOOLS, choice, None)
     assert tools is not None
     assert tools.for_template == TOOLS
     assert tools.parses
     assert (tools.names, tools.forced, tools.named) == (names, forced, single)
     assert tools.most_calls == (1 if single else None)
     for parallel in (True, False):
-        other = Tools.of(TOOLS, choice, parallel)
+        other = tools_of(TOOLS, choice, parallel)
         assert other.most_calls == (None if parallel and not single else 1)
 
 
 def test_with_the_choice_none_template_and_parser_have_no_tools():
-    tools = Tools.of(TOOLS, "none", None)
+    tools = tools_of(TOOLS, "none", None)
     assert (tools.for_template, tools.parses, tools.forced) == (None, False, False)
 
 
 def test_the_template_gets_the_fields_that_models_know():
     given = tool("f", description=None, strict=True) | {}
-    assert Tools.of([given], None, None).for_template == [tool("f")]
+    assert tools_of([given], None, None).for_template == [tool("f")]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_the_template_gets_the_fields_that_models_know():
         ([tool("f", [1])], None, "tools[0].function.parameters: expected `object | null`, got `array`"),
         ([tool("f", {"type": "array"})], None, "tools[0].function.parameters.type must be 'object', got 'array'"),
         (TOOLS, "any", "tool_choice must be 'auto', 'none', 'required' or .*, got 'any'"),
-        (TOOLS, ["auto"], "tool_choice must be .*, got ['auto']"),
+        (TOOLS, ["auto"], "tool_choice: expected `str | object | null`, got `array`"),
         (TOOLS, {"type": "custom"}, "tool_choice must be .*, got {'type': 'custom'}"),
         (TOOLS, {"type": "function"}, "tool_choice must be .*, got {'type': 'function'}"),
         (TOOLS, named("f"), "tool_choice.function.name is 'f', which is not one of the tools"),
@@ -123,12 +131,12 @@ def test_the_template_gets_the_fields_that_models_know():
 )
 def test_a_field_that_is_not_valid_is_refused(tools, choice, text):
     with pytest.raises((InputError, ApiError), match="^" + pattern(text)):
-        Tools.of(tools, choice, None)
+        tools_of(tools, choice, None)
 
 
 def test_keys_that_mean_nothing_to_a_model_are_accepted():
     extra = {"cache_control": {"type": "ephemeral"}, "function": {**tool("f")["function"], "x": 1}}
-    assert Tools.of([{**tool("f"), **extra}], None, None).for_template == [tool("f")]
+    assert tools_of([{**tool("f"), **extra}], None, None).for_template == [tool("f")]
 
 
 def test_parameters_that_json_cannot_have_are_refused():
@@ -137,7 +145,7 @@ def test_parameters_that_json_cannot_have_are_refused():
         deep = {"items": deep}
     for parameters, reason in ((deep, "nested too deeply"), ({"default": float("nan")}, "NaN")):
         with pytest.raises(InputError, match=rf"tools\[0\]\.function\.parameters: .*{reason}"):
-            Tools.of([tool("f", parameters)], None, None)
+            Tools.of([Tool(Function("f", parameters=parameters))], None, None)
 
 
 # Automata
@@ -178,7 +186,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("text", "expected"), ANSWERS)
 def test_a_forced_answer_is_a_call_of_one_of_the_functions(text, expected):
-    assert verdict(Tools.of(TOOLS, "required", None), text) is expected
+    assert verdict(tools_of(TOOLS, "required", None), text) is expected
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_a_forced_answer_is_a_call_of_one_of_the_functions(text, expected):
     ],
 )
 def test_a_forced_answer_has_one_call_if_the_request_says_so(choice, parallel, most):
-    tools = Tools.of(TOOLS, choice, parallel)
+    tools = tools_of(TOOLS, choice, parallel)
     assert verdict(tools, "\n".join([written("now")] * most)) is True
     assert verdict(tools, "\n".join([written("now")] * most) + "\n") is None
     assert (verdict(tools, written("weather", '{"city": ""}')) is None) == (choice != "required")
@@ -198,7 +206,7 @@ def test_a_forced_answer_has_one_call_if_the_request_says_so(choice, parallel, m
 @pytest.mark.parametrize("parallel", [None, False])
 def test_random_answers_are_calls(parallel):
     tok, rng = byte_level(), np.random.default_rng(1)
-    tools = Tools.of(TOOLS, "required", parallel)
+    tools = tools_of(TOOLS, "required", parallel)
     automaton = automaton_of(tools, tok, len(tok))
     classes, table = matrix(automaton)
     shortest, accepting = np.asarray(automaton.shortest), np.asarray(automaton.accepting)
@@ -224,16 +232,16 @@ def test_random_answers_are_calls(parallel):
 
 def test_schemas_without_a_type_are_of_objects():
     text = written("f", '{"a": [1, {"b": null}]}')
-    assert verdict(Tools.of([tool("f", {})], "required", None), text) is True
-    assert verdict(Tools.of([tool("f", {})], "required", None), written("f", "3")) is None
+    assert verdict(tools_of([tool("f", {})], "required", None), text) is True
+    assert verdict(tools_of([tool("f", {})], "required", None), written("f", "3")) is None
     node = {"properties": {"next": {"$ref": "#/$defs/node"}}}
-    tools = Tools.of([tool("f", {"$ref": "#/$defs/node", "$defs": {"node": node}})], "required", None)
+    tools = tools_of([tool("f", {"$ref": "#/$defs/node", "$defs": {"node": node}})], "required", None)
     assert verdict(tools, written("f", '{"next": {"next": {}}}')) is True
 
 
 def test_a_tokenizer_of_the_other_kind_has_calls_too():
     tok = llama()
-    automaton = automaton_of(Tools.of(TOOLS, named("now"), None), tok, len(tok))
+    automaton = automaton_of(tools_of(TOOLS, named("now"), None), tok, len(tok))
     ids = [tok.backend.token_to_id(f"<0x{byte:02X}>") for byte in written("now").encode()]
     assert ends_of(automaton, ids) is True
 
@@ -249,10 +257,10 @@ def test_an_unsupported_keyword_is_refused_with_the_tool(city):
         "$defs": {"city": {"type": "array", "uniqueItems": True}},
     }
     tools = [tool("f"), tool("weather", parameters)]
-    assert Tools.of(tools, "auto", None).parses  # only a forced call is constrained
+    assert tools_of(tools, "auto", None).parses  # only a forced call is constrained
     with pytest.raises(InputError, match=r"the tool weather: .*city has uniqueItems, which is supported for"):
-        automaton_of(Tools.of(tools, "required", None), byte_level())
-    assert verdict(Tools.of(tools, named("f"), None), written("f")) is True
+        automaton_of(tools_of(tools, "required", None), byte_level())
+    assert verdict(tools_of(tools, named("f"), None), written("f")) is True
 
 
 @pytest.mark.slow
@@ -260,7 +268,7 @@ def test_calls_that_are_too_large_are_refused():
     def tools(length, choice, least=0):
         text = {"type": "string", "minLength": least, "maxLength": length}
         parameters = {"properties": {"text": text}, "required": ["text"]}
-        return Tools.of([tool("f", parameters)], choice, None)
+        return tools_of([tool("f", parameters)], choice, None)
 
     assert verdict(tools(1000, named("f")), written("f", '{"text": "a"}')) is True
     assert verdict(tools(1000, "required"), "\n".join([written("f", '{"text": "a"}')] * 9)) is True
@@ -270,7 +278,7 @@ def test_calls_that_are_too_large_are_refused():
 
 def test_the_key_identifies_the_automaton():
     def key(tools=TOOLS, choice="required", parallel=None):
-        return Tools.of(tools, choice, parallel).key
+        return tools_of(tools, choice, parallel).key
 
     flipped = {**WEATHER, "properties": dict(reversed(WEATHER["properties"].items()))}
     keys = [

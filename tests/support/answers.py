@@ -94,7 +94,6 @@ def kills(target: Path, count: int) -> dict[str, int]:
             os.kill(child, signal.SIGKILL)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         seen["killed"] += statuses.count(signal.SIGKILL)
-        # A writer of a shard that is still being written is refused. The one that merges completes the file.
         if not target.exists() and signal.SIGKILL not in statuses:
             seen["refused"] += any(statuses)
         seen["continued"] += any(path.stat().st_size > len(header()) for path in partials(target))

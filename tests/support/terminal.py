@@ -70,12 +70,6 @@ class Terminal:
         return self.process.wait(timeout=seconds)
 
     @property
-    def echoes(self) -> bool:
-        """Return True if typed text appears on the screen. While it reads a line, readline itself shows the text."""
-        mode = termios.tcgetattr(self.own)[3]
-        return bool(mode & termios.ECHO) or not mode & termios.ICANON
-
-    @property
     def screen(self) -> str:
         """Return the output that is still visible on the screen, without lines that were erased."""
         lines = self.output.replace("\r\n", "\n").split("\n")

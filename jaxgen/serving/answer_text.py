@@ -11,48 +11,7 @@ from jaxgen.engine.results import Event
 from jaxgen.serving.formats.format import CallParser
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.thoughts import ThoughtParser
-from jaxgen.text.streaming import TextStream
-
-
-class StopCut:
-    """Cuts text at the first stop string; the beginning of a possible stop string is held back.
-
-    Attributes:
-        found: the stop string that ended the text, or None.
-    """
-
-    def __init__(self, strings: Sequence[str], keeps: bool):
-        self._strings, self._keeps = tuple(dict.fromkeys(strings)), keeps
-        self._longest = max(map(len, self._strings), default=0)
-        self._held = ""
-        self.found: str | None = None
-
-    def put(self, text: str) -> str:
-        """Append text, and return the part that cannot belong to a stop string."""
-        if self.found is not None:
-            return ""
-        text = self._held + text
-        places = [(text.find(string), -len(string), string) for string in self._strings if string in text]
-        if places:
-            place, _, self.found = min(places)
-            self._held = ""
-            return text[: place + len(self.found) * self._keeps]
-        held = self._length_held(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _length_held(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(string.startswith(end) for string in self._strings):
-                return length
-        return 0
-
-    def end(self) -> str:
-        """Return the text that was held back; call this method after the last `put`."""
-        held, self._held = self._held, ""
-        return held
+from jaxgen.text.streaming import StopCut, TextStream
 
 
 class Delta(NamedTuple):
@@ -100,12 +59,12 @@ class Answer:
         """The stop string that ended the text, or None."""
         return self._cut.found
 
-    def put(self, news: Event) -> Delta:
+    def put(self, event: Event) -> Delta:
         """Process an event of the sequence, and return what the event adds to the answer."""
-        self.count += len(news.tokens)
-        self.reason = news.stop_reason
+        self.count += len(event.tokens)
+        self.reason = event.stop_reason
         offsets: list[int] = []
-        thought, text = self._read(news.tokens, offsets if news.logprobs is not None else None)
+        thought, text = self._read(event.tokens, offsets if event.logprobs is not None else None)
         calls: list[Call] = []
         if self._parser is not None:
             text, calls = self._parser.put(text)
@@ -113,7 +72,9 @@ class Answer:
                 rest, more = self._parser.end()
                 text, calls = text + rest, calls + more
         self._has_calls = self._has_calls or bool(calls)
-        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None, thought, offsets)
+        return Delta(
+            text, calls, event.tokens, event.logprobs, self._finish() if self.reason else None, thought, offsets
+        )
 
     def _read(self, tokens: Sequence[int], offsets: list[int] | None) -> tuple[str, str]:
         """Return the thought and the other text that tokens add; add the tokens' offsets to `offsets`, if given."""
