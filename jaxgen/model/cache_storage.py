@@ -24,7 +24,7 @@ class LayerState(Protocol):
 
     A kind of state is a pytree. The first axis of each array is the rows, which is all that `KVCache.insert` needs. The
     layer adds tokens with `push`, whose arguments depend on the kind. A row's tokens arrive in order, and padding must
-    not change the state.
+    not change the state. `KVCache.flatten` joins parts, and supports only `KeysValues`.
 
     Attributes:
         can_crop: True if lowering `KVCache.length` removes a row's last tokens, which `crop`, `drop_last` and the modes
