@@ -267,7 +267,14 @@ def test_modes_that_remove_tokens_need_a_state_that_allows_it(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True, "num_return_sequences": 2}, {"dola_layers": "high"}, {"slots": 1}], ids=str
+    "options",
+    [
+        {},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"dola_layers": "high", "repetition_penalty": 1.2},
+        {"slots": 1},
+    ],
+    ids=str,
 )
 def test_the_other_modes_never_remove_tokens(options, monkeypatch):
     monkeypatch.setattr(KeysValues, "can_crop", False)
