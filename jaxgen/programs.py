@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
+from jaxgen.cpu import cpu_flags
 from jaxgen.memory import REMEDY, SMALL, check_free
 from jaxgen.progress import announced
 from jaxgen.recompilation import LOG, log_compilation
@@ -241,13 +242,3 @@ def _maps_are_scarce() -> bool:
             return sum(1 for _ in maps) > most // 2
     except OSError:  # not Linux, so no limit is known
         return False
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """Return the names of the instruction sets that this machine's CPU has, as Linux reports them."""
-    try:
-        lines = (_PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(flag for line in lines if line.startswith("flags") for flag in line.split())

@@ -16,7 +16,7 @@ def short_repr(self: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    if hasattr(value, "dtype"):
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple) and len(parts := set(map(_short, value))) == 1:
         return f"{len(value)} x {parts.pop()}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import GenerationConfig, generate, prefill, programs, score
+from jaxgen import GenerationConfig, cpu, generate, prefill, programs, score
 from jaxgen.programs import Program, Programs
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params, slow
@@ -183,9 +183,9 @@ def test_options_are_for_cpus_only(default, committed, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "expected"), [("fma avx512f", {"xla_cpu_prefer_vector_width": "512"}), ("fma", {})])
 def test_options_follow_the_machine(flags, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "_PROC", tmp_path)
+    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(programs, "cpu_flags", programs.cpu_flags.__wrapped__)
+    monkeypatch.setattr(programs, "cpu_flags", cpu.cpu_flags.__wrapped__)
     assert programs.cpu_compiler_options() == expected
     (tmp_path / "cpuinfo").unlink()
     assert programs.cpu_compiler_options() == {}

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import while_loop
-from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.drafting import Draft, drafter_of
 from jaxgen.decoding.forward import Forward, run_model
@@ -54,7 +53,7 @@ class AssistedState:
 class Assisted(Mode):
     """Greedy search or sampling with a draft."""
 
-    drafts = replays = True
+    drafts = replays = crops = True
 
     def begin(self, run: Run, prefilled: Prefilled) -> AssistedState:
         """Choose the first token of each row, and let the drafter read the prompts."""
@@ -75,7 +74,7 @@ class Assisted(Mode):
         # The model has read each row's last token and the draft. All chosen tokens except the newest stay in the cache.
         rejected = jnp.where(before.live, 1 + draft.count - jnp.maximum(added, 1), 0)
         return AssistedState(
-            sample=SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, rejected))),
+            sample=SampleState(rows, read.cache.drop_last(rejected)),
             drafter=drafter.update(run, drafting, rows, accepted),
             drafted=state.drafted + draft.count,
             accepted=state.accepted + accepted,

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
@@ -106,6 +105,8 @@ class BeamState:
 class BeamSearch(Mode):
     """Beam search, or beam sampling if there is a key. Each prompt has one search."""
 
+    crops = True
+
     def needs(self, cfg: GenerationConfig) -> Needs:
         """Require one row per beam."""
         return Needs(sequences=cfg.num_beams)
@@ -153,8 +154,8 @@ class BeamSearch(Mode):
         step = best.history.step
         # The keys and values of token i were written to the cache by the beam that token i + 1 extended.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
-        owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
-        decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
+        cache = dataclasses.replace(state.cache.first_stream(), owners=owners, length=jnp.maximum(step - 1, 0))
+        decoded = Decoded.from_rows(run, best, cache)
         generated = jnp.arange(run.capacity, dtype=jnp.int32)[None, :] < step[:, None]
         return dataclasses.replace(
             decoded, sequences_scores=scores.reshape(-1), beam_indices=jnp.where(generated, chosen_from, -1)
@@ -190,9 +191,8 @@ class BeamSearch(Mode):
         logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, lambda x, _: jax.nn.log_softmax(x))
         beams = dataclasses.replace(state.beams, rows=rows)
         beams, parents, scores = self.grow(run, beams, logits, log_probs, state.keys)
-        cache = state.cache.select(guidance.rows_of_cache(run.cfg, parents, rows.count))
         recording = state.recording.put(step, live, logits, scores)
-        return dataclasses.replace(state, beams=beams, cache=cache, recording=recording)
+        return dataclasses.replace(state, beams=beams, cache=state.cache.select(parents), recording=recording)
 
 
 @flax.struct.dataclass

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.model.cache import KVCache, row_numbers
+from jaxgen.model.cache import KVCache, repeated_rows, row_numbers
 from jaxgen.programs import program
 
 UNKNOWN = -1  # the id of a token that was given as an embedding
@@ -72,7 +72,7 @@ class Continuation:
         kv = self.without_padding().kv
         kept = kv.check_length(length)
         kept = jnp.clip(jnp.where(kept < 0, self.count + kept, kept), 0, self.count)
-        return dataclasses.replace(self, kv=kv.crop(kept), count=kept)
+        return dataclasses.replace(self, kv=_crop(kv, kept), count=kept)
 
     def reorder(self, rows: jax.Array) -> Continuation:
         """Return a copy in which row i is the old row `rows[i]`. `rows`, int32[n], may repeat or omit indices.
@@ -80,9 +80,7 @@ class Continuation:
         Raises:
             InputError: `rows` is not a list of row indices.
         """
-        rows = row_numbers(rows, self.rows)
-        tokens, count = _take((self.tokens, self.count), rows)
-        return Continuation(self.kv.reorder(rows), tokens, count)
+        return _reorder(self, row_numbers(rows, self.rows))
 
     def expand(self, copies: int) -> Continuation:
         """Return a copy with each row repeated `copies` times, like `repeat_interleave`.
@@ -92,11 +90,15 @@ class Continuation:
         Raises:
             InputError: `copies` is not a positive integer.
         """
-        kv = self.without_padding().kv.expand(copies)
-        tokens, count = _take((self.tokens, self.count), jnp.arange(kv.rows) // copies)
-        return Continuation(kv, tokens, count)
+        return _reorder(self, repeated_rows(self.rows, copies))
 
 
-@program("take")
-def _take(tree, rows: jax.Array):
-    return jax.tree.map(lambda x: x[rows], tree)
+@program("crop")
+def _crop(kv: KVCache, length: jax.Array) -> KVCache:
+    return kv.crop(length)
+
+
+@program("reorder")
+def _reorder(continuation: Continuation, rows: jax.Array) -> Continuation:
+    tokens, count = jax.tree.map(lambda x: x[rows], (continuation.tokens, continuation.count))
+    return Continuation(continuation.kv.reorder(rows), tokens, count)

@@ -19,7 +19,6 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.values import is_tracer
-from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
@@ -60,7 +59,7 @@ class ContrastiveState:
 class ContrastiveSearch(Mode):
     """Contrastive search. Each row has k candidates per step, where k is at most `Needs.candidates`."""
 
-    replays = True
+    replays = crops = True
     no_cache = (
         "contrastive search (penalty_alpha) is not offered with cache=: it compares hidden states of all tokens, which "
         "a cache does not have; pass the whole prompt, or leave out penalty_alpha"
@@ -78,7 +77,7 @@ class ContrastiveSearch(Mode):
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
         """Return the initial state. The first step chooses the first token."""
-        directions = _directions(run, prefilled.read)
+        directions = _directions(prefilled.read)
         return ContrastiveState(
             rows=prefilled.rows,
             cache=prefilled.read.cache.fork(run.needs.candidates, run.capacity, shared=True),
@@ -95,7 +94,7 @@ class ContrastiveSearch(Mode):
         tokens, probs, possible = _candidates(run, rows, scores)
         read, candidates = _read(run, rows, tokens, live, state.cache)
         with jax.named_scope("choose"):
-            directions = _directions(run, read).reshape(*tokens.shape, -1)
+            directions = _directions(read).reshape(*tokens.shape, -1)
             cosine = jnp.einsum("bkd,bsd->bks", directions, state.context, precision=lax.Precision.HIGHEST)
             length, width = rows.history.total_length, state.context.shape[1]
             filled = jnp.arange(width, dtype=jnp.int32)[None, None, :] < length[:, None, None]
@@ -108,20 +107,18 @@ class ContrastiveSearch(Mode):
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
         token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, directions))
         context = put(state.context, jnp.where(live, length, width), direction)
-        parents = guidance.rows_of_cache(run.cfg, repeat_rows(best, candidates.count), candidates.count)
-        cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, best, candidates.count)
-        groups = rows.count * guidance.streams(run.cfg)
-        read = jax.tree.map(lambda x: take(x, of_streams, groups), dataclasses.replace(read, cache=None))
+        cache, read = read.cache.select(repeat_rows(best, candidates.count)), read.select(best)
 
         rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
         rows = rows.push(run, Selection(token, scores, failed), rows.live, logits)
         rows = record_layers(rows, read, 0, rows.live, cache.offset)
-        return ContrastiveState(rows, cache, dataclasses.replace(read, out=None, hidden=None), context)
+        return ContrastiveState(rows, cache, dataclasses.replace(read, out=None), context)
 
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:
         """Return the tokens, and the cache without the last token of each row."""
-        cache = state.cache.select(jnp.arange(0, state.cache.rows, run.needs.candidates, dtype=jnp.int32))
-        length = guidance.stack(run.cfg, jnp.maximum(state.rows.history.step - 1, 0))
+        cache = state.cache.first_stream()
+        cache = cache.select(jnp.arange(0, cache.rows, run.needs.candidates, dtype=jnp.int32))
+        length = jnp.maximum(state.rows.history.step - 1, 0)
         return Decoded.from_rows(run, state.rows, dataclasses.replace(cache, length=length))
 
     def progress(self, run: Run, state: ContrastiveState) -> Progress:
@@ -157,9 +154,9 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
 
 
-def _directions(run: Run, read: Forward) -> jax.Array:
-    """Return hidden states of the stream with the prompt as unit vectors, float32[rows, T, D]. Zeros stay zeros."""
+def _directions(read: Forward) -> jax.Array:
+    """Return the hidden states as unit vectors, float32[rows, T, D]. Zeros stay zeros."""
     assert read.hidden is not None
-    hidden = guidance.conditional_part(run.cfg, read.hidden).astype(jnp.float32)
+    hidden = read.hidden.astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))
     return hidden / jnp.where(length == 0, 1.0, length)

@@ -21,7 +21,7 @@ from jaxgen.decoding.run import Run
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
-from jaxgen.shapes import pad_axis, repeat_rows, where
+from jaxgen.shapes import pad_axis, repeat_rows, take, where
 
 # Function that computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
@@ -81,8 +81,8 @@ class Forward:
             hook or `Needs.layer_states` is True.
         out: hidden states and attention weights at all T positions, if requested.
         cache: the cache, with the tokens added.
-        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions; None unless
-            `Needs.final_states` is True.
+        hidden: `[rows, T, D]`, the last layer's normed hidden states at all T positions in the stream with the prompt;
+            None unless `Needs.final_states` is True.
     """
 
     logits: jax.Array
@@ -95,6 +95,11 @@ class Forward:
         """Return the result for `copies` sequences of each row, without `out` and `cache`."""
         read = dataclasses.replace(self, out=None, cache=None)
         return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), read)
+
+    def select(self, rows: jax.Array) -> Forward:
+        """Return the output for one row of each prompt, `rows int32[prompts]`, without `cache` and `hidden`."""
+        at = self.cache.row_indices(rows)
+        return jax.tree.map(lambda x: take(x, at, at.shape[0]), dataclasses.replace(self, cache=None, hidden=None))
 
 
 def run_prompts(
@@ -236,7 +241,9 @@ def in_one_pass(
         context=dataclasses.replace(run.context, adapter=inputs.adapter),
     )
     assert out.cache is not None
-    hidden = out.hidden_states[-1] if run.needs.final_states and out.hidden_states is not None else None
+    hidden = None
+    if run.needs.final_states and out.hidden_states is not None:
+        hidden = guidance.conditional_part(run.cfg, out.hidden_states[-1])
     states: tuple[jax.Array, ...] = ()
     if run.reads_states and out.hidden_states is not None:
         states = out.hidden_states
@@ -269,6 +276,6 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
     hidden = None
     if run.needs.final_states:
-        hidden = jnp.zeros((*inputs.mask.shape, model.hidden_size), model.dtype)
+        hidden = jnp.zeros((rows // guidance.streams(run.cfg), inputs.mask.shape[1], model.hidden_size), model.dtype)
     begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
     return fori_loop(0, jnp.max(last) // chunk + 1, one, begin)

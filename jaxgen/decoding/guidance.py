@@ -78,18 +78,3 @@ def guide(options: RowOptions, scores: jax.Array) -> jax.Array:
     scale = options.number("guidance_scale")
     # A scale of 1 means no guidance. If prompts have different scales, a prompt with scale 1 keeps its scores.
     return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
-
-
-def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Convert the row indices `rows int32[m]` to indices of cache rows in all streams. Each stream has `count` rows.
-
-    A row index >= `count` becomes an index past the end of the cache.
-    """
-    parts = streams(cfg)
-    first = jnp.arange(parts, dtype=jnp.int32)[:, None] * count
-    return jnp.where(rows < count, first + rows[None, :], parts * count).reshape(-1)
-
-
-def conditional(cfg: GenerationConfig, kv: KVCache) -> KVCache:
-    """Return only the cache rows of the stream with the prompt."""
-    return kv.take_rows(kv.rows // streams(cfg))

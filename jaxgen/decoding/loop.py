@@ -70,6 +70,7 @@ class Mode(abc.ABC):
         replays: True if `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
         refills: True if rows can be replaced, which requires the methods `empty`, `enter` and `insert`.
         watched: in a call with a streamer or `max_time`, the number of steps between the host's reads of the tokens.
+        crops: True if the mode removes tokens from the cache after the model has read them; see `LayerState.can_crop`.
         no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
@@ -77,6 +78,7 @@ class Mode(abc.ABC):
     drafts: bool = False
     replays: bool = False
     refills: bool = False
+    crops: bool = False
     watched: int = 4
     no_cache: str = ""
 
@@ -185,8 +187,7 @@ class Decoded:
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
         """Return the result for `rows`. `cache` contains each row's tokens except the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
-        kv = guidance.conditional(run.cfg, cache) if run.guided else cache
-        continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
+        continuation = Continuation(cache.first_stream(), rows.all_tokens(run.capacity), history.total_length)
         tokens = history.generated(run.capacity, run.pad_id)
         return cls(tokens, history.step, rows.reasons, recording, continuation, rows.logprobs)
 
@@ -278,7 +279,8 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
         read = guidance.with_negative(run, request, read)
     if run.extensions.hook is not None:
         rows = begin_hook(run, rows)
-    return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
+    cache = _cache_for(run, request.cache, rows.count, read.ids.shape)
+    return read, dataclasses.replace(cache, streams=guidance.streams(run.cfg)), rows
 
 
 def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:

@@ -12,6 +12,8 @@ from jaxgen.decoding.dola import Dola
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.sample import Sample
+from jaxgen.errors import ConfigError
+from jaxgen.model.cache import layer_kinds
 
 MODES: dict[str, Mode] = {
     "greedy_search": Sample(),
@@ -28,5 +30,17 @@ MODES: dict[str, Mode] = {
 
 
 def mode_of(cfg: GenerationConfig, assisted: bool = False) -> Mode:
-    """Return the decode mode of a config, or assisted generation if there is an assistant."""
-    return MODES[ASSISTED if assisted else cfg.mode]
+    """Return the decode mode of a config, or assisted generation if there is an assistant.
+
+    Raises:
+        ConfigError: the mode removes tokens from the cache, and the states of the model's layers do not allow this.
+    """
+    name = ASSISTED if assisted else cfg.mode
+    mode = MODES[name]
+    if mode.crops and not all(kind.can_crop for kind in layer_kinds(cfg.model)):
+        possible = ", ".join(other for other, mode in MODES.items() if not mode.crops)
+        raise ConfigError(
+            f"{name} removes tokens from the cache, which is not possible with this model, because a layer's state "
+            f"merges all tokens: choose one of {possible}"
+        )
+    return mode

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.control import while_loop
-from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, ModelInputs, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
 from jaxgen.decoding.prefixes import NOWHERE, copy_from, copy_to
@@ -91,14 +90,14 @@ class Pool:
         store = KVCache.create(run.model, stored, chunk, run.cfg.cache_dtype)
         return dataclasses.replace(pool, keep=keep, store=store)
 
-    def ready(self, run: Run) -> jax.Array:
-        """Return bool[R], True for places with a prompt that has been fully read."""
-        ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
+    def ready(self) -> jax.Array:
+        """Return bool[R], True for places with a prompt that has been fully read in all streams."""
+        ended = (self.read >= self.inputs.length).reshape(self.cache.streams, -1)
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
-    def unread(self, run: Run) -> jax.Array:
+    def unread(self) -> jax.Array:
         """Return bool[R], True for places with a prompt that has not been fully read."""
-        return (self.number != NOBODY) & ~self.ready(run)
+        return (self.number != NOBODY) & ~self.ready()
 
     def can_load(self, queue: Queue) -> jax.Array:
         """Return bool[], True if a place is empty and a prompt is waiting."""
@@ -116,7 +115,7 @@ class Pool:
         if self.store is not None and queue.prefixes is not None:
             cache = copy_from(self.store, cache, queue.prefixes.have[place])
             keep = where(loaded, queue.prefixes.keep[place], keep)
-        of_streams = guidance.stack(run.cfg, loaded)
+        of_streams = cache.in_all_streams(loaded)
         new, old = (dataclasses.replace(kv, prefix=None) for kv in (cache, self.cache))
         pool = dataclasses.replace(
             self,
@@ -147,17 +146,17 @@ class Pool:
             place = jnp.argmax(unread)[None].astype(jnp.int32)
             return pool._read_places(run, place), unread.at[place].set(False)
 
-        return while_loop(lambda carry: jnp.any(carry[1]), read_next, (self, self.unread(run)))[0]
+        return while_loop(lambda carry: jnp.any(carry[1]), read_next, (self, self.unread()))[0]
 
     def _read_places(self, run: Run, places: jax.Array) -> Pool:
         """Read the next chunk of the prompts at the indices `places int32[n]`."""
-        at = guidance.rows_of_cache(run.cfg, places, self.number.shape[0])
+        at = self.cache.row_indices(places)
         inputs, read = jax.tree.map(lambda x: x[at], (self.inputs, self.read))
         chunk = chunk_size(run.cfg, inputs.mask.shape[1])
         remaining = inputs.length - read
         last = jnp.clip(remaining - 1, 0, chunk - 1)
         is_all = run.mesh is not None
-        before = self.cache if is_all else self.cache.select(at)
+        before = self.cache if is_all else self.cache.select(places)
         with jax.named_scope("prefill"):
             after = in_one_pass(run, inputs.columns(read, chunk), before, last)
         ends = (remaining > 0) & (remaining <= chunk)
@@ -176,16 +175,16 @@ class Pool:
             read=self.read.at[at].set(jnp.minimum(read + chunk, inputs.length)),
             logits=results[0],
             states=results[1],
-            cache=after.cache if is_all else self.cache.insert(after.cache, at),
+            cache=after.cache if is_all else self.cache.insert(after.cache, places),
             store=store,
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
         """Take the next sequence of the prompt at `place int32[1]`. After the last one, the prompt leaves the pool."""
         rows = self.rows.take(place).sequence(self.next[place])
-        at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
+        at = self.cache.row_indices(place)
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
-        prefilled = Prefilled(rows, Forward(logits, states, ModelOutput(logits), self.cache.select(at)))
+        prefilled = Prefilled(rows, Forward(logits, states, ModelOutput(logits), self.cache.select(place)))
         following = self.next.at[place].add(1)
         number = jnp.where(following < self.end, self.number, NOBODY)
         return dataclasses.replace(self, next=following, number=number), prefilled

@@ -46,9 +46,8 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
         mask = jnp.broadcast_to(of_slots[:, None, :], new.shape[:3])
         return x.at[:, :, :width].set(where(mask, new, x[:, :, :width]))
 
-    keys, values = jax.tree.map(put, (cache.keys, cache.values), (store.keys, store.values))
     length = jnp.sum(known, axis=1, dtype=jnp.int32) * store.slots
-    return dataclasses.replace(cache, keys=keys, values=values, length=length)
+    return dataclasses.replace(cache, layers=jax.tree.map(put, cache.layers, store.layers), length=length)
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
@@ -60,5 +59,4 @@ def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -
         new = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, store.slots, axis=1))
         return stored.at[place].set(new(x, chunk * store.slots), mode="drop", unique_indices=True)
 
-    keys, values = jax.tree.map(put, (store.keys, store.values), (cache.keys, cache.values))
-    return dataclasses.replace(store, keys=keys, values=values)
+    return dataclasses.replace(store, layers=jax.tree.map(put, store.layers, cache.layers))

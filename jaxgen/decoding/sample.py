@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxgen.buckets import cache_slots
 from jaxgen.control import cond
-from jaxgen.decoding import guidance
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
@@ -65,13 +64,11 @@ class Sample(Mode):
         """Return the state of `count` finished rows, with the structure that `enter` returns for `rows` and `cache`."""
         ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
         size = cache_slots(cache.slots + run.capacity)  # as in `grow`
-        slots = cache.empty_rows(count * guidance.streams(run.cfg), size)
-        return SampleState(constrain(ended, run.mesh, ROWS), slots)
+        return SampleState(constrain(ended, run.mesh, ROWS), cache.empty_rows(count, size))
 
     def insert(self, run: Run, state: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[n]."""
-        of_cache = guidance.rows_of_cache(run.cfg, rows, state.rows.count)
-        return SampleState(state.rows.insert(source.rows, rows), state.cache.insert(source.cache, of_cache))
+        return SampleState(state.rows.insert(source.rows, rows), state.cache.insert(source.cache, rows))
 
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run the last token of each row through the model, and choose the next token."""

@@ -187,7 +187,7 @@ class Continuous(Mode):
     def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
         """If a slot is free and no prompt is ready, fill the pool, and read one chunk of each prompt in the pool."""
         pool, queue = state.pool, state.queue
-        wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run))
+        wanted = jnp.any(state.free) & ~jnp.any(pool.ready())
 
         def can_load(carry: tuple[Pool, Queue]) -> jax.Array:
             return wanted & carry[0].can_load(carry[1])
@@ -196,17 +196,17 @@ class Continuous(Mode):
             return jnp.zeros((), bool), carry[1].read_chunk(run)
 
         pool, queue = while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
-        pool = while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread(run)), pool))[1]
+        pool = while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread()), pool))[1]
         return dataclasses.replace(state, pool=pool, queue=queue)
 
     def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Move sequences into slots while a slot is free and a prompt is ready."""
 
         def can_enter(state: ContinuousState) -> jax.Array:
-            return jnp.any(state.free) & jnp.any(state.pool.ready(run)) & state.results.has_space()
+            return jnp.any(state.free) & jnp.any(state.pool.ready()) & state.results.has_space()
 
         def enter(state: ContinuousState) -> ContinuousState:
-            slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready(run)))
+            slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready()))
             old = jax.tree.map(lambda x: x[slot], state.sequences)
             new = Sequences(state.pool.number[place], state.pool.next[place])
             pool, prefilled = state.pool.take(run, place)

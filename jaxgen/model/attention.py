@@ -13,13 +13,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.control import fori_loop
 from jaxgen.model import workarounds
+from jaxgen.model.cache import KeysValues
 from jaxgen.model.cache_storage import ScaledSlots, Slots, as_numbers
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
@@ -39,48 +39,9 @@ _ACCELERATOR_BLOCK = 4096
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
-@flax.struct.dataclass
-class Part:
-    """Keys and values of one part of the cache, or of the new tokens alone.
-
-    Attributes:
-        keys, values: each `[n, K, S, H]`, stored as in a `KVCache` of `dtype`. n divides B, and batch row b reads row
-            b // (B/n) of the part. One product covers all batch rows that read the same row of the part.
-        dtype: the dtype of keys and values when read as floats; static.
-    """
-
-    keys: Slots
-    values: Slots
-    dtype: str = flax.struct.field(pytree_node=False)
-
-    @property
-    def slots(self) -> int:
-        """The number of slots, S."""
-        return self.keys.shape[2]
-
-    def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return the keys and values of `size` slots as floats, for all rows and kv heads or only for `owner`.
-
-        `owner` is a pair (row, kv head). 8-bit keys and values are returned unscaled, together with their scales.
-        """
-        rows, heads, _, width = self.keys.shape
-        row, head = owner or (0, 0)
-        shape = (rows, heads, size, width) if owner is None else (1, 1, size, width)
-
-        def cut(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice(x, (row, head, start, 0)[: x.ndim], shape[: x.ndim])
-
-        def numbers(x: Slots) -> Slots:
-            if isinstance(x, ScaledSlots):
-                return ScaledSlots(x.values.astype(self.dtype), x.scales)
-            return as_numbers(x, self.dtype)
-
-        return numbers(jax.tree.map(cut, self.keys)), numbers(jax.tree.map(cut, self.values))
-
-
 def attention(
     q: jax.Array,
-    parts: Sequence[Part],
+    parts: Sequence[KeysValues],
     visible: Visibility,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     with_weights: bool = False,
@@ -115,11 +76,14 @@ def all_at_once(steps: int, slots: int) -> bool:
 
 
 def _at_once(
-    q: jax.Array, parts: Sequence[Part], visible: Visibility, dropout: Callable[[jax.Array], jax.Array] | None = None
+    q: jax.Array,
+    parts: Sequence[KeysValues],
+    visible: Visibility,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
-    blocks = [part.block(0, part.slots) for part in parts]
+    blocks = [_block(part, 0, part.slots) for part in parts]
     scores = jnp.concatenate([_scores(q, k) for k, _ in blocks], axis=-1)
     mask = jnp.concatenate([visible.mask(index) for index in range(len(parts))], axis=-1)
     weights = jax.nn.softmax(_masked(scores / math.sqrt(size), mask), axis=-1)
@@ -133,16 +97,16 @@ def _at_once(
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
 
-def _short_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _short_inputs(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Compute attention for short inputs, using the platform's implementation."""
     return lax.platform_dependent(q, parts, visible, cpu=_without_later_keys, default=_output_at_once)
 
 
-def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _output_at_once(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     return _at_once(q, parts, visible)[0]
 
 
-def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _without_later_keys(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Process one block of queries at a time, skipping the last part's slots after the block's last query."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
@@ -156,7 +120,7 @@ def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibili
     return jnp.concatenate([attend(begin) for begin in range(0, steps, _CAUSAL_BLOCK)], axis=2)
 
 
-def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _in_blocks(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Attend block by block, using the platform's implementation."""
     if q.shape[2] <= _FEW_QUERIES:
         forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
@@ -165,7 +129,7 @@ def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> ja
     return lax.platform_dependent(q, parts, visible, **forms)
 
 
-def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _on_cpu(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Compute attention for many queries, using the faster of two implementations."""
     steps, (*before, _), start = q.shape[2], parts, visible.start
     if start is None or steps > _CPU_QUERIES or sum([part.slots for part in before]) + start + steps > _CPU_SLOTS:
@@ -173,14 +137,14 @@ def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.A
     return _without_later_keys(q, parts, visible)
 
 
-def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _on_accelerator(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Attend from a few queries to thousands of slots at once. A loop over smaller blocks would take longer."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, visible)[0]
     return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
 
 
-def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _over_queries(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Process one block of queries at a time, computing all scores of the block at once."""
 
     def attend(q: jax.Array, visible: Visibility) -> jax.Array:
@@ -189,7 +153,7 @@ def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) ->
     return _block_by_block(attend, q, visible, _QUERY_BLOCK)
 
 
-def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _over_rows_and_heads(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
     """Process one row and kv head at a time, so that each product multiplies two plain matrices.
 
     On a CPU, XLA computes such products several times faster than batched ones. Blocks past a row's end are skipped.
@@ -230,7 +194,7 @@ def _block_by_block(attend: Callable, q: jax.Array, visible: Visibility, size: i
 
 def _over_keys(
     q: jax.Array,
-    parts: tuple[Part, ...],
+    parts: tuple[KeysValues, ...],
     visible: Visibility,
     size: int,
     owners: Sequence[tuple[jax.Array, jax.Array]] | None = None,
@@ -249,7 +213,7 @@ def _over_keys(
 
         def absorb(number: jax.Array | int, state, index=index, part=part, block=block):
             start = jnp.minimum(number * block, part.slots - block)
-            k, v = part.block(start, block, None if owners is None else owners[index])
+            k, v = _block(part, start, block, None if owners is None else owners[index])
             mask = visible.of_keys(index, start, block).mask(0)
             if part.slots % block:  # the last block overlaps the previous one
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
@@ -265,6 +229,26 @@ def _over_keys(
     # If no key is visible to any query, there may be no block to process. The total is then 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
+
+
+def _block(part: KeysValues, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
+    """Return the keys and values of `size` slots as floats, for all rows and kv heads or only for `owner`.
+
+    `owner` is a pair (row, kv head). 8-bit keys and values are returned unscaled, together with their scales.
+    """
+    rows, heads, _, width = part.keys.shape
+    row, head = owner or (0, 0)
+    shape = (rows, heads, size, width) if owner is None else (1, 1, size, width)
+
+    def cut(x: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(x, (row, head, start, 0)[: x.ndim], shape[: x.ndim])
+
+    def numbers(x: Slots) -> Slots:
+        if isinstance(x, ScaledSlots):
+            return ScaledSlots(x.values.astype(part.dtype), x.scales)
+        return as_numbers(x, part.dtype)
+
+    return numbers(jax.tree.map(cut, part.keys)), numbers(jax.tree.map(cut, part.values))
 
 
 def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: Slots):

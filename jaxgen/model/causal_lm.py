@@ -28,9 +28,8 @@ from jax import lax
 
 from jaxgen.errors import InputError
 from jaxgen.model import workarounds
-from jaxgen.model.attention import Part, attention
-from jaxgen.model.cache import KVCache
-from jaxgen.model.cache_storage import ScaledSlots, as_stored, write
+from jaxgen.model.attention import attention
+from jaxgen.model.cache import KeysValues, KVCache
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.config_keys import ACTIVATIONS
 from jaxgen.model.context import NO_CONTEXT, Context
@@ -141,8 +140,8 @@ class Attention(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Return the output `[B, T, D]`, the attention weights, and the last `Part`, which includes the new tokens."""
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
+        """Return the output `[B, T, D]`, the attention weights, and the last part, which includes the new tokens."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -153,12 +152,7 @@ class Attention(nn.Module):
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
             k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
         q, k = rotate(q, placement.cos, placement.sin), rotate(k, placement.cos, placement.sin)
-        if placement.slots is None:
-            last = Part(k, v, k.dtype.name)
-        else:
-            *_, last = parts
-            k, v = [as_stored(x, last.dtype, isinstance(last.keys, ScaledSlots)) for x in (k, v)]
-            last = Part(write(last.keys, k, placement.slots), write(last.values, v, placement.slots), last.dtype)
+        last = KeysValues(k, v, k.dtype.name) if placement.slots is None else parts[-1].push(k, v, placement.slots)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
@@ -203,7 +197,7 @@ class DecoderLayer(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
         """Return the layer's output `[B, T, D]`, the attention weights, and the cache's last part."""
         cfg = self.cfg
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
@@ -226,15 +220,13 @@ class Layers(nn.Module):
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
-            parts = cache.parts if cache else ()
-            parts = tuple([Part(part.keys[index], part.values[index], part.dtype) for part in parts])
+            parts = tuple([part.layers[index] for part in cache.parts]) if cache else ()
             x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, placement, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
         if cache is not None:
-            keys, values = [part.keys for part in written], [part.values for part in written]
-            cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+            cache = dataclasses.replace(cache, layers=tuple(written))
         return states, attentions, cache
 
 

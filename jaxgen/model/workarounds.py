@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.control import alike, cond
-from jaxgen.programs import cpu_flags
+from jaxgen.cpu import cpu_flags
 from jaxgen.shapes import at_most
 
 # Since jax 0.11, XLA uses a different library for matrix products on a CPU (measured with 0.11.1, 0.11.2 and 0.12.0).

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, warn_unused
-from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.loop import Mode
@@ -208,7 +207,7 @@ def _slots(
 ) -> int:
     """Return the number of cache slots for cached tokens, plus those for the prompts unless they share cache rows."""
     prompts = mask.shape[0]
-    own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
+    own = cache.rows == prompts or cfg.on("guidance_scale") or is_expanded(cache.rows, prompts, mesh)
     if not eager:
         negative = 0 if negative_mask is None else negative_mask.shape[1]
         return max(cache.slots + (mask.shape[1] if own else 0), negative)

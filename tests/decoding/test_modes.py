@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import GenerationConfig, StepHook, StopReason, TokenAutomaton
+from jaxgen import ConfigError, GenerationConfig, StepHook, StopReason, TokenAutomaton, generate
 from jaxgen.decoding.extensions import Extensions, functions
-from jaxgen.decoding.modes import MODES
+from jaxgen.decoding.modes import MODES, mode_of
 from jaxgen.decoding.sample import draw
 from jaxgen.grammar.stop_strings import StopStrings
+from jaxgen.model.cache import KeysValues
 from jaxgen.output import output
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.driver import run_whole
@@ -241,3 +242,42 @@ def test_the_contracts_hold_with_guidance(mode):
     assert len({tuple(row) for row in np.asarray(plain.sequences).tolist()}) == len(rows)  # no two rows are equal
     np.testing.assert_array_equal(np.asarray(plain.sequences)[rows], other.sequences)
     np.testing.assert_allclose(np.asarray(plain.scores)[:, rows], other.scores, atol=1e-4)
+
+
+CROPPING = {
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "contrastive_search": {"penalty_alpha": 0.6, "top_k": 3},
+    "beam_search": {"num_beams": 2},
+    "beam_sample": {"num_beams": 2, "do_sample": True},
+    "group_beam_search": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "constrained_beam_search": {"num_beams": 2, "force_words_ids": [[5]]},
+}
+
+
+def test_modes_that_remove_tokens_need_a_state_that_allows_it(monkeypatch):
+    """A state that merges all tokens is refused by these modes and by assisted generation, before anything runs."""
+    monkeypatch.setattr(KeysValues, "can_crop", False)
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
+    for name, options in CROPPING.items():
+        with pytest.raises(ConfigError, match=f"{name} removes tokens.* choose one of greedy_search, sample, dola"):
+            generate(PARAMS, PROMPTS[:1], KEY if options.get("do_sample") else None, cfg.replace(**options))
+    with pytest.raises(ConfigError, match="assisted_generation removes tokens"):
+        generate(PARAMS, PROMPTS[:1], None, cfg, assistant=(PARAMS, cfg))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"dola_layers": "high", "repetition_penalty": 1.2},
+        {"slots": 1},
+    ],
+    ids=str,
+)
+def test_the_other_modes_never_remove_tokens(options, monkeypatch):
+    monkeypatch.setattr(KeysValues, "can_crop", False)
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0, **options)
+    assert not mode_of(cfg).crops
+    assert generate(PARAMS, [PROMPTS[0]] * 2, KEY if cfg.do_sample else None, cfg).lengths.min() > 0

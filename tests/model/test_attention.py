@@ -10,8 +10,8 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.model import attention as module, workarounds
-from jaxgen.model.attention import Part, attention
-from jaxgen.model.cache import EMPTY
+from jaxgen.model.attention import attention
+from jaxgen.model.cache import EMPTY, KeysValues
 from jaxgen.model.cache_storage import as_numbers, as_stored
 from jaxgen.model.context import NO_CONTEXT
 from jaxgen.model.masks import Visibility
@@ -74,11 +74,11 @@ class Case:
         seen = Visibility(as_int(queries), tuple(map(as_int, orders)), first, self.window, self.start)
         return q, tuple(parts), seen
 
-    def _part(self, rng, rows: int, slots: int) -> Part:
+    def _part(self, rng, rows: int, slots: int) -> KeysValues:
         keys, values = (
             as_stored(jnp.asarray(rng.normal(size=(rows, KV_HEADS, slots, SIZE))), self.dtype, self.int8) for _ in "kv"
         )
-        return Part(keys, values, self.dtype)
+        return KeysValues(keys, values, self.dtype)
 
 
 CASES = {
@@ -140,7 +140,7 @@ def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_bloc
 
     def gradients(form):
         def loss(q, arrays):
-            return jnp.sum(weight * form(q, tuple(Part(*pair, "float32") for pair in arrays), seen))
+            return jnp.sum(weight * form(q, tuple(KeysValues(*pair, "float32") for pair in arrays), seen))
 
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, [(part.keys, part.values) for part in parts])
 
@@ -174,7 +174,7 @@ def test_products_of_queries_on_a_gpu(steps, slots, products):
     orders = jax.ShapeDtypeStruct((ROWS, slots), jnp.int32)
 
     def attend(q, keys, values, queries, orders):
-        return attention(q, (Part(keys, values, "bfloat16"),), Visibility(queries, (orders,)))[0]
+        return attention(q, (KeysValues(keys, values, "bfloat16"),), Visibility(queries, (orders,)))[0]
 
     lowered = jax.jit(attend).trace(q, keys, values, order, orders).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("dot_general") == products
@@ -200,7 +200,7 @@ def test_memory_of_training_does_not_grow_with_the_square_of_the_length():
 
         def loss(q, k, v):
             order = jnp.arange(steps, dtype=jnp.int32)[None]
-            return jnp.sum(attention(q, [Part(k, v, "float32")], Visibility(order, (order,)))[0] ** 2)
+            return jnp.sum(attention(q, [KeysValues(k, v, "float32")], Visibility(order, (order,)))[0] ** 2)
 
         lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, kv, kv)
         return lowered.compile().memory_analysis().temp_size_in_bytes

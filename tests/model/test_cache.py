@@ -1,4 +1,4 @@
-"""The cache, compared with NumPy: dtypes, writes, and the selection and insertion of rows."""
+"""The cache, compared with NumPy: dtypes, writes, streams, and the selection and insertion of rows."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, KVCache
-from jaxgen.model.cache_storage import as_numbers, as_stored, write
+from jaxgen.model.cache import KeysValues
+from jaxgen.model.cache_storage import as_numbers, as_stored
 from tests.support.models import model_config, slow
 
 CFG = model_config()
@@ -21,12 +22,12 @@ def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, 
         cache = dataclasses.replace(filled(rows, slots, seed=seed + 1, dtype=dtype)).fork(copies, own)
     rng = np.random.default_rng(seed)
 
-    def draw(buffers):
-        scaled = cache.cache_dtype is not None
-        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), cache.dtype, scaled) for x in buffers)
+    def draw(x):
+        return as_stored(jnp.asarray(rng.normal(size=x.shape)), cache.dtype, cache.cache_dtype is not None)
 
+    layers = tuple([KeysValues(draw(layer.keys), draw(layer.values), layer.dtype) for layer in cache.layers])
     length = jnp.asarray(rng.integers(1, cache.slots + 1, cache.rows), jnp.int32)
-    return dataclasses.replace(cache, keys=draw(cache.keys), values=draw(cache.values), length=length)
+    return dataclasses.replace(cache, layers=layers, length=length)
 
 
 def arrays(cache: KVCache) -> list[np.ndarray]:
@@ -50,13 +51,13 @@ def test_numbers_are_read_as_they_were_written(dtype):
     cache = KVCache.create(CFG, 2, 5, dtype)
     new = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 8)), dtype)
     slots = jnp.asarray([[0, 1, 2], [4, 9, 1]])  # each row has its own slots; 9 is out of range
-    keys = jax.jit(write)(cache.keys[0], as_stored(new, dtype), slots)
+    layer = jax.jit(KeysValues.push)(cache.layers[0], new, 2 * new, slots)
     wanted = np.zeros((2, 2, 5, 8), np.float32)
     wanted[0, :, :3] = new[0].astype(jnp.float32)
     wanted[1][:, [4, 1]] = new[1].astype(jnp.float32)[:, [0, 2]]
-    read, values = dataclasses.replace(cache, keys=(keys, *cache.keys[1:])).layer(0)
-    np.testing.assert_array_equal(read.astype(jnp.float32), wanted)
-    assert not values.astype(jnp.float32).any()
+    keys, values = dataclasses.replace(cache, layers=(layer, *cache.layers[1:])).layer(0)
+    np.testing.assert_array_equal(keys.astype(jnp.float32), wanted)
+    np.testing.assert_array_equal(values.astype(jnp.float32), 2 * wanted)
 
 
 @pytest.mark.slow
@@ -67,8 +68,8 @@ def test_8_bits_are_the_numbers_to_within_half_a_step():
     cache = KVCache.create(CFG, 2, 5, "int8")
     assert (cache.dtype, cache.cache_dtype) == ("float32", "int8")
     assert (stored.values.dtype, stored.shape) == (jnp.int8, new.shape)
-    keys = jax.jit(write)(cache.keys[0], stored, jnp.asarray([[0, 1, 2], [4, 9, 1]]))
-    read, _ = dataclasses.replace(cache, keys=(keys, *cache.keys[1:])).layer(0)
+    layer = jax.jit(KeysValues.push)(cache.layers[0], new, new, jnp.asarray([[0, 1, 2], [4, 9, 1]]))
+    read, _ = dataclasses.replace(cache, layers=(layer, *cache.layers[1:])).layer(0)
     half = jnp.max(jnp.abs(new), axis=-1, keepdims=True) / 127 / 2
     assert np.all(np.abs(read[0, :, :3] - new[0]) <= half[0] * 1.0001)
     assert np.all(np.abs(read[1, :, jnp.asarray([4, 1])] - new[1, :, jnp.asarray([0, 2])]) <= 0.02)
@@ -144,3 +145,38 @@ def test_insert_refuses_a_cache_of_other_parts(source):
 def test_insert_refuses_a_prefix_that_belongs_to_prompts():
     with pytest.raises(InputError, match="the prefix has several rows, got 2"):
         filled(2, 5, copies=1).insert(filled(1, 5, copies=1), jnp.asarray([0]))
+
+
+def test_row_numbers_count_the_rows_of_one_stream():
+    """Two streams of three rows: the operations act on the same row of both streams."""
+    cache = dataclasses.replace(filled(6, 5), streams=2)
+    source = dataclasses.replace(filled(4, 5, seed=7), streams=2)
+    selected, inserted = cache.select(jnp.asarray([2, 0, 0])), cache.insert(source, jnp.asarray([1, -1]))
+    shorter = cache.drop_last(jnp.asarray([1, 0, 1]))
+    assert shorter.length.tolist() == (cache.length - jnp.asarray([1, 0, 1, 1, 0, 1])).tolist()
+    for got, x in zip(arrays(selected), arrays(cache), strict=True):
+        np.testing.assert_array_equal(got, x[[2, 0, 0, 5, 3, 3]])
+    for got, x, new in zip(arrays(inserted), arrays(cache), arrays(source), strict=True):
+        np.testing.assert_array_equal(got, np.stack([x[0], new[0], x[2], x[3], new[2], x[5]]))
+    assert cache.empty_rows(2, 4).rows == 4
+    for part in (selected, inserted, shorter, cache.empty_rows(2, 4), cache.grow(3), cache.flatten(5)):
+        assert part.streams == 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_first_stream_of_a_fork(shared):
+    """Rows 0 to 3 of eight: two copies of prefix rows 0 and 1."""
+    fork = dataclasses.replace(filled(4, 3), streams=2).fork(2, 5, shared)
+    chosen = fork.select(jnp.asarray([1, 1, 3, 2])).first_stream()
+    assert (chosen.rows, chosen.streams, chosen.prefix.rows, chosen.prefix.streams) == (4, 1, 2, 1)
+    for got, x in zip(arrays(chosen.prefix), arrays(fork.prefix), strict=True):
+        np.testing.assert_array_equal(got, x[:2])
+    assert chosen.keys[0].shape == ((2, 2, 10, 8) if shared else (4, 2, 5, 8))
+
+
+def test_a_state_that_merges_tokens_cannot_be_cropped(monkeypatch):
+    cache = filled(2, 5)
+    monkeypatch.setattr(KeysValues, "can_crop", False)
+    for crop in (lambda: cache.crop(1), lambda: cache.drop_last(jnp.asarray([1, 0]))):
+        with pytest.raises(InputError, match="this model's cache cannot remove tokens"):
+            crop()

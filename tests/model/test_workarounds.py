@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxgen.model import attention, cache_storage, int8, linear, workarounds
+from jaxgen.model import attention, cache, cache_storage, int8, linear, workarounds
 from jaxgen.model.causal_lm import CausalLM, forward
 from jaxgen.model.workarounds import in_branch, recomputed
 from tests.support.models import model_config
@@ -149,7 +149,7 @@ def test_a_loop_converts_a_cache_of_floats(monkeypatch):
         def steps(buffer, x):
             def step(slot, carry):
                 buffer, x = carry
-                buffer = cache_storage.write(buffer, cache_storage.as_stored(x, "bfloat16"), jnp.full((2, 1), slot))
+                buffer = cache.write(buffer, cache_storage.as_stored(x, "bfloat16"), jnp.full((2, 1), slot))
                 keys = cache_storage.as_numbers(buffer, "bfloat16")
                 scores = jnp.einsum("bkqh,bksh->bkqs", x, keys, preferred_element_type=jnp.float32)
                 return buffer, scores[..., :32].astype(jnp.bfloat16)

@@ -379,9 +379,11 @@ def test_an_output_is_printed_with_its_shapes():
         "GenerateOutput(sequences=int32[2, 4], attention_mask=bool[2, 4], lengths=[2, 3], stop_reasons=[EOS, LENGTH], "
         f"logprobs=float32[2, 3], cache=Continuation(2 rows, {out.cache.slots} slots), prompt_width=1)"
     )
-    layers = f"1 x float32[4, 1, {out.cache.kv.slots}, 32]"
-    expected = f"KVCache(keys={layers}, values={layers}, length=int32[4], writers=1, dtype='float32')"
+    numbers = f"float32[4, 1, {out.cache.kv.slots}, 32]"
+    layers = f"1 x KeysValues(keys={numbers}, values={numbers}, dtype='float32')"
+    expected = f"KVCache(layers={layers}, length=int32[4], writers=1, streams=1)"
     assert repr(out.cache.kv) == expected
+    assert f"prefix={expected}" in repr(out.cache.kv.fork(1, 8))
     assert "lengths=int32[2]" in str(jax.eval_shape(lambda: generate(counting_params(cfg), [[10], [20]], None, cfg)))
     many = out.replace(stop_reasons=jnp.asarray([StopReason.EOS] * 5 + [StopReason.LENGTH] * 6 + [StopReason.EOS]))
     assert "stop_reasons=[6 x EOS, 6 x LENGTH]" in repr(many)

@@ -144,7 +144,7 @@ def test_few_programs():
     [
         ([([1], [2]), ([], [1])], InputError, "the context of request 1 has no tokens"),
         ([([1], [])], InputError, "the continuation of request 0 has no tokens"),
-        ([([1], [61])], InputError, "request 0: "),
+        ([([1], [61])], InputError, "the continuation of request 0 contains the token"),
         ([[1, 2, 3]], TypeError, "request 0 must be a pair"),
     ],
 )

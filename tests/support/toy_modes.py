@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.decoding import guidance
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.sample import Sample, SampleState
 
@@ -26,8 +25,7 @@ class Shuffle(Sample):
         first = jnp.arange(0, state.rows.count, copies, dtype=jnp.int32)[:, None]
         parents = jnp.asarray(self.parents)[step % len(self.parents)][None, :]
         rows = (first + parents).reshape(-1)
-        cache = state.cache.select(guidance.rows_of_cache(run.cfg, rows, state.rows.count))
-        return SampleState(state.rows.select(rows), cache)
+        return SampleState(state.rows.select(rows), state.cache.select(rows))
 
 
 @flax.struct.dataclass
@@ -56,26 +54,20 @@ class Refill(Sample):
         rows = self.extend(run, rows, read, 0, rows.live)
         pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
         first = jnp.arange(self.slots, dtype=jnp.int32)
-        return RefillState(self._take(run, pool, first), pool, first, jnp.int32(self.slots))
+        return RefillState(self._take(pool, first), pool, first, jnp.int32(self.slots))
 
-    def _take(self, run, state: SampleState, rows: jax.Array) -> SampleState:
-        of_cache = guidance.rows_of_cache(run.cfg, rows, state.rows.count)
-        return SampleState(*(jax.tree.map(lambda x, at=at: x[at], tree) for tree, at in
-                             ((state.rows, rows), (state.cache, of_cache))))  # fmt: skip
-
-    def _insert(self, run, into: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
-        of_cache = guidance.rows_of_cache(run.cfg, rows, into.rows.count)
-        return SampleState(into.rows.insert(source.rows, rows), into.cache.insert(source.cache, of_cache))
+    def _take(self, state: SampleState, rows: jax.Array) -> SampleState:
+        return SampleState(jax.tree.map(lambda x: x[rows], state.rows), state.cache.select(rows))
 
     def step(self, run, state):
         slots = super().step(run, state.slots)
         prompts, done = state.pool.rows.count, slots.rows.history.done
-        pool = self._insert(run, state.pool, slots, jnp.where(done, state.prompt_of, prompts))
+        pool = self.insert(run, state.pool, slots, jnp.where(done, state.prompt_of, prompts))
         following = state.following + jnp.cumsum(done, dtype=jnp.int32) - 1
         filled = done & (following < prompts)
-        source = self._take(run, pool, jnp.minimum(following, prompts - 1))
+        source = self._take(pool, jnp.minimum(following, prompts - 1))
         number = jnp.arange(self.slots, dtype=jnp.int32)
-        slots = self._insert(run, slots, source, jnp.where(filled, number, self.slots))
+        slots = self.insert(run, slots, source, jnp.where(filled, number, self.slots))
         prompt_of = jnp.where(filled, following, state.prompt_of)
         return RefillState(slots, pool, prompt_of, state.following + jnp.sum(filled, dtype=jnp.int32))
 
