@@ -86,7 +86,7 @@ class KeysValues(LayerState):
 
     def resize(self, slots: int) -> KeysValues:
         """Drop the last slots, or add empty ones."""
-        return jax.tree.map(lambda x: resize_axis(x, 2, slots), self)
+        return jax.tree.map(functools.partial(resize_axis, axis=2, size=slots), self)
 
     def select(self, rows: jax.Array, groups: int, shared: bool) -> KeysValues:
         """Move the rows, unless they share slots."""
@@ -165,7 +165,8 @@ class KVCache:
 
     def grow(self, slots: int) -> KVCache:
         """Return a copy with at least `slots` more slots. Rows must not share slots."""
-        return self._resize(cache_slots(self.slots + slots))
+        layers = tuple([layer.resize(cache_slots(self.slots + slots)) for layer in self.layers])
+        return dataclasses.replace(self, layers=layers)
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a layer in this part as floats, each `dtype[B, K, S, H]`."""
@@ -227,13 +228,11 @@ class KVCache:
         """Return a copy as a single part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
         repeated = jax.tree.map(lambda x: repeat_rows(x, self.rows), first.separate().layers)
-        merged = KVCache(repeated, self.total_length, streams=self.streams)._resize(slots)
+        layers = tuple([layer.resize(slots) for layer in repeated])
+        merged = KVCache(layers, self.total_length, streams=self.streams)
         for part in rest:
             merged = _append(merged, part)
         return merged
-
-    def _resize(self, slots: int) -> KVCache:
-        return dataclasses.replace(self, layers=tuple([layer.resize(slots) for layer in self.layers]))
 
     def check_model(self, cfg: ModelConfig) -> None:
         """Raise an error if the cache was created for a different model."""
@@ -430,10 +429,10 @@ def write(buffer: Any, new: Any, slots: jax.Array) -> Any:
     written by a separate scatter operation. XLA can therefore write in place inside a loop, even if rows write to
     different slots. On a mesh, each device writes only the rows and heads that it stores.
     """
-    return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
+    return jax.tree.map(functools.partial(_write, slots), buffer, new)
 
 
-def _write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+def _write(slots: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
     def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         return buffer.at[slots].set(new, mode="drop", unique_indices=True)
 

@@ -22,7 +22,7 @@ from jaxgen.programs import default_device
 @functools.lru_cache
 def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = None) -> int:
     """Return the size in bytes of `KVCache.create(model, rows, slots, dtype)`."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots, dtype)))
+    leaves = jax.tree.leaves(jax.eval_shape(functools.partial(KVCache.create, model, rows, slots, dtype)))
     return sum([math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves])
 
 

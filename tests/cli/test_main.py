@@ -231,8 +231,8 @@ class TestLength:
     def test_longer_than_the_model_supports(self, refused, checkpoint):
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
-        assert "shorten it" in refused("--model", checkpoint, "A" * 512)
-        assert "counts the prompt" in refused("--model", checkpoint, "ABCDE", "--max-length", 5)
+        assert "shorten the prompt" in refused("--model", checkpoint, "A" * 512)
+        assert "includes the prompt" in refused("--model", checkpoint, "ABCDE", "--max-length", 5)
 
 
 class TestTokenHealing:
