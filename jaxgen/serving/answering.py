@@ -44,8 +44,8 @@ LARGE = 2**16  # number of bytes above which JSON is read and written in another
 _PREPARING = 2  # number of threads that read requests
 
 
-class _HalfTime(concurrent.futures.ThreadPoolExecutor):
-    """A thread that works for half of the time while the engine is busy, so that the engine's thread can run."""
+class _FourthOfTheTime(concurrent.futures.ThreadPoolExecutor):
+    """A thread that works for a fourth of the time while the engine is busy, so that the engine's thread can run."""
 
     def __init__(self, name: str, is_busy: Callable[[], bool]):
         super().__init__(1, name)
@@ -58,7 +58,7 @@ class _HalfTime(concurrent.futures.ThreadPoolExecutor):
                 return function(*args, **kwargs)
             finally:
                 if self._is_busy():
-                    time.sleep(time.monotonic() - begin)
+                    time.sleep(3 * (time.monotonic() - begin))
 
         return super().submit(run)
 
@@ -78,7 +78,7 @@ class Answering:
         self._engine, self._params, self._cfg, self._limits, self._metrics = engine, params, cfg, limits, metrics
         self._sizes = Sizes(texts, cfg.model.vocab_size, limits)
         self.pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        self.large = _HalfTime("jaxgen large request", lambda: engine.is_busy)
+        self.large = _FourthOfTheTime("jaxgen large request", lambda: engine.is_busy)
         self.grammars = Grammars(engine.check_grammar, limits.grammar_seconds, lambda: engine.is_busy)
         self.scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
 
