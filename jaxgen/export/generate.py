@@ -21,11 +21,11 @@ from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms
 from jaxgen.export.lowering import PLATFORMS, check_export, description, exported, shapes_of
 from jaxgen.export.plain import KEYS, flat_params, flatten, param_names
-from jaxgen.generation import extensions_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.context import Context
 from jaxgen.output import output
 from jaxgen.request.checks import check_call, check_room
+from jaxgen.request.extensions import extensions_of
 from jaxgen.request.prepare import CallInputs, prepare
 
 _NOT_RETURNED = ("cache", "prompt_width")

@@ -9,7 +9,7 @@ import pytest
 from jaxgen import GenerationConfig, InputError
 from jaxgen.decoding.hook import StepHook
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.prefix_index import Prefixes
+from jaxgen.request.running.prefix_index import Prefixes
 from tests.engine.test_engine import assert_same
 from tests.support.models import model_config, random_params
 

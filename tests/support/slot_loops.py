@@ -12,14 +12,14 @@ from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.engine.automaton_tables import GrammarTable
-from jaxgen.engine.device_loop import Loop, trace
-from jaxgen.engine.engine_sizes import EngineSizes
-from jaxgen.engine.prefix_index import Prefixes
-from jaxgen.engine.schedule import Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
+from jaxgen.request.running.automaton_tables import GrammarTable
+from jaxgen.request.running.device_loop import Loop, trace
+from jaxgen.request.running.engine_sizes import EngineSizes
+from jaxgen.request.running.prefix_index import Prefixes
+from jaxgen.request.running.schedule import Schedule
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own

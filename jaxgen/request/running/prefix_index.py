@@ -11,9 +11,9 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.pool import chunk_size
 from jaxgen.decoding.prefixes import NOWHERE
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes
+from jaxgen.request.running.engine_sizes import EngineSizes
 
 _BYTES = 2**28  # default size of the store, unless the prompts of all slots need less
 

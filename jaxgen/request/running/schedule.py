@@ -15,11 +15,11 @@ import numpy as np
 from jaxgen.decoding.chunks import Arrivals
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.automaton_tables import Table
-from jaxgen.engine.prefix_index import Claim, Prefixes
-from jaxgen.engine.results import Results
-from jaxgen.engine.waiting import Waiting
+from jaxgen.request.fields import LARGEST_INDEX
 from jaxgen.request.prompt import Prompt, PromptReader
+from jaxgen.request.running.automaton_tables import Table
+from jaxgen.request.running.prefix_index import Claim, Prefixes
+from jaxgen.request.running.waiting import Waiting
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
@@ -46,7 +46,7 @@ class Job:
     """A prompt that is waiting or being answered. Its sequences are sent to the device in one or more parts.
 
     Attributes:
-        results: the results so far.
+        results: the caller's record of the results.
         group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
@@ -60,7 +60,7 @@ class Job:
     """
 
     prompt: Prompt
-    results: Results
+    results: Any
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     group: Hashable = None
     number: int = NOBODY
@@ -166,7 +166,12 @@ class Schedule:
         # The number of sequences that began in each of the latest chunks. If no prompt was left in the queue at the end
         # of a chunk, more could have begun, so the number is at least that of the slots.
         self._begins = collections.deque([slots, slots], maxlen=2)
-        self._tokens = self._begun = self._steps = 0
+        self._tokens = self._begun = self._steps = self._next_index = 0
+
+    @property
+    def joint(self) -> dict[str, Any]:
+        """The tables of all current automata, by name."""
+        return {name: table.joint for name, table in self.tables.items()}
 
     @property
     def idle(self) -> bool:
@@ -181,6 +186,13 @@ class Schedule:
         running = sum(job.begun > 0 for job in self.on_device.values())
         waiting = len({*self.waiting, *self.on_device.values()}) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
+
+    def add(self, job: Job) -> None:
+        """Let a prompt wait. If it has no index, it gets one more than the largest index so far."""
+        index = self._next_index if job.prompt.index < 0 else job.prompt.index
+        job.prompt = dataclasses.replace(job.prompt, index=index)
+        self._next_index = max(self._next_index, index + 1) % (LARGEST_INDEX + 1)
+        self.waiting.add(job)
 
     def cancel(self, job: Job) -> None:
         """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""

@@ -21,6 +21,7 @@ from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prompt_options import PromptOptions
 
+STEPS = 8  # maximum number of steps in a chunk
 _STATIC = ("mode", "key_impl")
 _STATIC_SIZES = ("places", "entries", "stored")
 _open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
@@ -52,7 +53,14 @@ class Loop:
 
     @classmethod
     def of(
-        cls, options: PromptOptions, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0
+        cls,
+        options: PromptOptions,
+        extensions: Extensions,
+        slots: int,
+        *,
+        key_impl: str,
+        stored: int = 0,
+        steps: int = STEPS,
     ) -> Loop:
         """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
         mode = mode_of(options.full)
