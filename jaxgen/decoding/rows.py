@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.request import Request

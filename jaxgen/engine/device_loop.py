@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxgen.config.availability import check_options
-from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.slots import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
-from jaxgen.decoding.slots import Continuous
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program, default_device

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.pool import chunk_size
-from jaxgen.decoding.prefixes import NOWHERE
+from jaxgen.decoding.continuous.pool import chunk_size
+from jaxgen.decoding.continuous.prefixes import NOWHERE
 from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes

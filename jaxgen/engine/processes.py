@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgen.buckets import power_of_two
-from jaxgen.decoding.chunks import Arrivals
+from jaxgen.decoding.continuous.chunks import Arrivals
 from jaxgen.errors import InputError
 
 _LEAST = 4096  # the smallest number of bytes in which changes of tables are sent

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgen.decoding.chunks import Arrivals
-from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.chunks import Arrivals
+from jaxgen.decoding.continuous.prefixes import Places
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.prefix_index import Claim, Prefixes
 from jaxgen.engine.results import Results

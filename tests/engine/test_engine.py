@@ -21,7 +21,7 @@ from jaxgen import (
     generate,
     shard_params,
 )
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed

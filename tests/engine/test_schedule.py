@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StopReason
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.automaton_tables import GrammarTable
 from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.results import Results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from jaxgen.decoding.prefixes import Places
+from jaxgen.decoding.continuous.prefixes import Places
 from jaxgen.decoding.request import Request
 
 NOBODY = -1  # stands for "no prompt"

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import INT32_MAX
 from jaxgen.control import while_loop
+from jaxgen.decoding.continuous.pool import Pool
+from jaxgen.decoding.continuous.queue import NOBODY, Queue
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded, Mode, Progress
 from jaxgen.decoding.needs import Needs
-from jaxgen.decoding.pool import Pool
-from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.rows import Rows

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
+from jaxgen.decoding.continuous.slots import Results, Sequences
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.slots import Results, Sequences
 
 NO_TOKEN = -1  # stands for "no token", in the entry of a sequence that ends without a new token
 

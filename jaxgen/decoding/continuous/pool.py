@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.control import while_loop
+from jaxgen.decoding.continuous.prefixes import NOWHERE, copy_from, copy_to
+from jaxgen.decoding.continuous.queue import NOBODY, Queue
 from jaxgen.decoding.forward import Forward, ModelInputs, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
-from jaxgen.decoding.prefixes import NOWHERE, copy_from, copy_to
-from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run

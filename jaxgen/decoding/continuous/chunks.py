@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import while_loop
-from jaxgen.decoding.journal import Journal
-from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.queue import NOBODY, Queue
+from jaxgen.decoding.continuous.journal import Journal
+from jaxgen.decoding.continuous.prefixes import Places
+from jaxgen.decoding.continuous.queue import NOBODY, Queue
+from jaxgen.decoding.continuous.slots import Continuous, ContinuousState
 from jaxgen.decoding.request import Array, Request
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.slots import Continuous, ContinuousState
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import REPLICATED, constrain
 
