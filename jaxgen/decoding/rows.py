@@ -165,8 +165,8 @@ class Rows(RowState):
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
             sequences = self.count // x.shape[0]
-            places = rows if sequences == 1 else rows[::sequences] // sequences
-            return x.at[places].set(y, mode="drop", unique_indices=True)
+            target = rows if sequences == 1 else rows[::sequences] // sequences
+            return x.at[target].set(y, mode="drop", unique_indices=True)
 
         return jax.tree.map(write, self, source)
 

@@ -22,7 +22,7 @@ from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prompt_options import PromptOptions
 
 _STATIC = ("mode", "key_impl")
-_STATIC_SIZES = ("places", "entries", "stored")
+_STATIC_SIZES = ("queue_capacity", "entries", "stored")
 _open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
 _first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=_STATIC + _STATIC_SIZES)
 _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
@@ -77,7 +77,7 @@ class Loop:
         """The static arguments of `open_queue` and `run_first_chunk`."""
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
         entries = 2 * self.steps + 8
-        return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
+        return {**self.of_chunk, "queue_capacity": self.places, "entries": entries, "stored": self.stored}
 
     @property
     def of_chunk(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.decoding.continuous.chunks import Arrivals
-from jaxgen.decoding.continuous.prefixes import Places
+from jaxgen.decoding.continuous.prefixes import StoreIndices
 from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.automaton_tables import Table
 from jaxgen.engine.prefix_index import Claim, Prefixes
@@ -287,7 +287,7 @@ class Schedule:
         request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
-            prefixes = Places(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
+            prefixes = StoreIndices(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
         return Arrivals(request, number, first_sequence, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:

@@ -67,6 +67,6 @@ class Journal(Results):
         told = (added | ended) & (sequences.number != NOBODY)
         # Rows without an entry get distinct indices past the end, because the scatter's indices must be unique.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
-        place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
-        entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
+        entry = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
+        entries = self.entries.at[entry].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))

@@ -1,8 +1,8 @@
-"""A prefix store: the keys and values of whole chunks of prompts that the pool has read.
+"""A prefix store: the keys and values of whole pieces of prompts that the pool has read.
 
-The keys and values of a chunk depend only on its tokens and the tokens before it. A prompt that starts with stored
-chunks can therefore copy their keys and values, which are bit-identical to newly computed ones. The store is a cache
-with one row per chunk.
+The keys and values of a piece depend only on its tokens and the tokens before it. A stored piece is a block. A prompt
+that starts with stored pieces can therefore copy their blocks, which are bit-identical to newly computed keys and
+values. The store is a cache with one row per block.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxgen.decoding.request import Array
 from jaxgen.model.cache import KVCache
 from jaxgen.shapes import where
 
-NOWHERE = -1  # stands for "no place in the store"
+NOT_STORED = -1  # stands for "no index in the store"
 
 
 @flax.struct.dataclass
-class Places:
-    """Places in the store for the first J chunks of n prompts.
+class StoreIndices:
+    """Indices in the store of the first J blocks of n prompts.
 
     Attributes:
-        have: int32[n, J], the places to copy chunks from; `NOWHERE` for chunks that the model must read.
-        keep: int32[n, J], the places to store chunks in once they have been read; `NOWHERE` for other chunks.
+        have: int32[n, J], the indices to copy from; `NOT_STORED` for pieces that the model must read.
+        keep: int32[n, J], the indices at which to store pieces once they have been read; `NOT_STORED` for other pieces.
     """
 
     have: Array
@@ -34,10 +34,10 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Copy stored chunks to an empty cache with R rows. `have int32[R, J]` contains the chunks' places in the store."""
-    rows, chunks = have.shape
-    known = have != NOWHERE
-    width = chunks * store.slots
+    """Copy blocks to an empty cache with R rows. `have int32[R, J]` contains their indices in the store."""
+    rows, blocks = have.shape
+    known = have != NOT_STORED
+    width = blocks * store.slots
     of_slots = jnp.repeat(known, store.slots, axis=1)
 
     def put(x: jax.Array, stored: jax.Array) -> jax.Array:
@@ -50,13 +50,13 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
     return dataclasses.replace(cache, layers=jax.tree.map(put, cache.layers, store.layers), length=length)
 
 
-def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Copy each cache row's chunk at index `chunk int32[R]` to place `keep int32[R]` of the store. Return the store."""
-    # Each chunk to drop gets a different index past the store's end, because the scatter's indices must be unique.
-    place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
+def copy_to(store: KVCache, cache: KVCache, block: jax.Array, keep: jax.Array) -> KVCache:
+    """Copy block `block int32[R]` of each cache row to index `keep int32[R]` of the store. Return the store."""
+    # Each block to drop gets a different index past the store's end, because the scatter's indices must be unique.
+    store_index = jnp.where(keep != NOT_STORED, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 
     def put(stored: jax.Array, x: jax.Array) -> jax.Array:
         new = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, store.slots, axis=1))
-        return stored.at[place].set(new(x, chunk * store.slots), mode="drop", unique_indices=True)
+        return stored.at[store_index].set(new(x, block * store.slots), mode="drop", unique_indices=True)
 
     return dataclasses.replace(store, layers=jax.tree.map(put, store.layers, cache.layers))
