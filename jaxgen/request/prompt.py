@@ -12,7 +12,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import Text
 from jaxgen.config.values import is_array
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.request import Request
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.grammar.token_automaton import TokenAutomaton

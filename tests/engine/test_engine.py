@@ -21,7 +21,7 @@ from jaxgen import (
     generate,
     shard_params,
 )
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many_prompts import generate_many

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StopReason
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.results import Results
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxgen.config.availability import check_options
-from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.slots import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
-from jaxgen.decoding.slots import Continuous
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program, default_device
@@ -23,7 +23,7 @@ from jaxgen.request.prompt_options import PromptOptions
 
 STEPS = 8  # maximum number of steps in a chunk
 _STATIC = ("mode", "key_impl")
-_STATIC_SIZES = ("places", "entries", "stored")
+_STATIC_SIZES = ("queue_capacity", "entries", "stored")
 _open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
 _first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=_STATIC + _STATIC_SIZES)
 _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
@@ -85,7 +85,7 @@ class Loop:
         """The static arguments of `open_queue` and `run_first_chunk`."""
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
         entries = 2 * self.steps + 8
-        return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
+        return {**self.of_chunk, "queue_capacity": self.places, "entries": entries, "stored": self.stored}
 
     @property
     def of_chunk(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.pool import chunk_size
-from jaxgen.decoding.prefixes import NOWHERE
+from jaxgen.decoding.continuous.pool import piece_size
+from jaxgen.decoding.continuous.prefixes import NOT_STORED
 from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes
 from jaxgen.request.running.engine_sizes import EngineSizes
@@ -66,7 +66,7 @@ class Prefixes:
                 "prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt"
             )
         limit = 0 if hooked else limit
-        chunk = chunk_size(cfg, width)
+        chunk = piece_size(cfg, width)
         per_prompt, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
         if limit is None:
             return cls(min(_BYTES // size, sizes.slots * per_prompt), chunk, per_prompt)
@@ -143,8 +143,8 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `Places.have` and `Places.keep`, int32[rows, `self.per_prompt`]; row i is that of `claims[i]`."""
-        have, keep = (np.full((rows, self.per_prompt), NOWHERE, np.int32) for _ in range(2))
+        """Return `have` and `keep` of `StoreIndices`, int32[rows, `self.per_prompt`]; row i is that of `claims[i]`."""
+        have, keep = (np.full((rows, self.per_prompt), NOT_STORED, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have
             for number, _, place in claim.keep:

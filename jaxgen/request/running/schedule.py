@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgen.decoding.chunks import Arrivals
-from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.chunks import Arrivals
+from jaxgen.decoding.continuous.prefixes import StoreIndices
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.request.fields import LARGEST_INDEX
 from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.request.running.automaton_tables import Table
@@ -299,7 +299,7 @@ class Schedule:
         request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
         if self.prefixes.places:
-            prefixes = Places(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
+            prefixes = StoreIndices(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
         return Arrivals(request, number, first_sequence, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
