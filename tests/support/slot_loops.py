@@ -53,16 +53,16 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     cfg = config(dtype)
     model = model_of(cfg)
     options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, EngineSizes(slots=SLOTS, prompt_width=WIDTH))
-    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
+    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.capacity)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(
-        PromptReader(options), tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes
+        PromptReader(options), tables, loop.queue_capacity, SLOTS, np.zeros(2, np.uint32), prefixes
     ).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
     table = tables["allowed"].joint
     grammars = {name: getattr(table, name).size for name in ("classes", "low", "part")}
     program = lower_for(device, traced).compile().as_text()
-    return copies(program, cfg, {"store": prefixes.places * prefixes.chunk * _head(model), **grammars})
+    return copies(program, cfg, {"store": prefixes.capacity * prefixes.block * _head(model), **grammars})
 
 
 def _head(model: ModelConfig) -> int:

@@ -40,7 +40,7 @@ class Loop:
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
-        stored: the capacity of the prefix store, in chunks; 0 for no store.
+        stored: the capacity of the prefix store, in blocks; 0 for no store.
     """
 
     options: PromptOptions
@@ -71,7 +71,7 @@ class Loop:
         return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
 
     @property
-    def places(self) -> int:
+    def queue_capacity(self) -> int:
         """The maximum number of prompts waiting on the device."""
         return max(2 * self.mode.slots, 8)
 
@@ -85,7 +85,7 @@ class Loop:
         """The static arguments of `open_queue` and `run_first_chunk`."""
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
         entries = 2 * self.steps + 8
-        return {**self.of_chunk, "queue_capacity": self.places, "entries": entries, "stored": self.stored}
+        return {**self.of_chunk, "queue_capacity": self.queue_capacity, "entries": entries, "stored": self.stored}
 
     @property
     def of_chunk(self) -> dict[str, Any]:

@@ -55,7 +55,9 @@ class Plan:
 
     def schedule(self) -> Schedule:
         """Return a schedule without prompts."""
-        return Schedule(self.prompts, self.tables, self.loop.places, self.loop.mode.slots, self.key, self.prefixes)
+        return Schedule(
+            self.prompts, self.tables, self.loop.queue_capacity, self.loop.mode.slots, self.key, self.prefixes
+        )
 
     def open(self, params: Any, schedule: Schedule) -> Any:
         """Create the loop's state on the device, and return the parameters, committed to it."""
@@ -131,7 +133,7 @@ def plan_of(
     options = PromptOptions(cfg, sizes.prompt_width, prompt_options, sizes.id_entries, adapter_count(params))
     extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
     prefixes = Prefixes.of(options.full, sizes, hook is not None)
-    loop = Loop.of(options, extensions, sizes.slots, key_impl=key_impl, stored=prefixes.places)
+    loop = Loop.of(options, extensions, sizes.slots, key_impl=key_impl, stored=prefixes.capacity)
     vocab = cfg.model.vocab_size
     return Plan(
         prompts=PromptReader(options, tokenizer, key_impl),
@@ -142,5 +144,5 @@ def plan_of(
         key=np.asarray(jax.random.key_data(key)),
         has_key=has_key,
         mesh=mesh_of(params),
-        identity=repr((cfg, cfg.model, stop_in_prompt, sizes, prefixes.places)),
+        identity=repr((cfg, cfg.model, stop_in_prompt, sizes, prefixes.capacity)),
     )

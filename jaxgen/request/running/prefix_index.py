@@ -1,4 +1,4 @@
-"""Index of the prefix store, with the place of each stored chunk of a prompt."""
+"""Index of the prefix store, whose blocks are pieces of prompts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BYTES = 2**28  # default size of the store, unless the prompts of all slots nee
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """The places in the store that a prompt uses.
+    """The blocks of the store that a prompt uses.
 
     Attributes:
-        have: the places from which the prompt's first chunks are copied.
-        keep: the index, name and place of each chunk to store once it has been read.
+        have: the indices in the store from which the prompt's first pieces are copied.
+        keep: the number, name and index in the store of each piece to store once it has been read.
         epoch: the number of times that the store had been emptied before the claim.
     """
 
@@ -34,21 +34,20 @@ class Claim:
 
 
 class Prefixes:
-    """An index of the chunks in a store of fixed capacity. The least recently used chunks are evicted.
+    """An index of the blocks in a store of fixed capacity. The least recently used blocks are evicted.
 
-    Prompts are loaded onto the device in the order of calls to `enter`. A place in the store can therefore be
-    reassigned while earlier prompts still have to copy its chunk. Earlier prompts copy a chunk before a later prompt
-    overwrites it.
+    Prompts are loaded onto the device in the order of calls to `enter`. A block can therefore be reassigned
+    while earlier prompts still have to copy it. Earlier prompts copy a block before a later prompt overwrites it.
 
     Args:
-        places: the capacity of the store, in chunks; 0 for no store.
-        chunk: the number of tokens in a chunk.
-        per_prompt: the maximum number of chunks to store per prompt.
+        capacity: the capacity of the store, in blocks; 0 for no store.
+        block: the number of tokens in a block.
+        per_prompt: the maximum number of blocks to store per prompt.
     """
 
-    def __init__(self, places: int, chunk: int, per_prompt: int):
-        self.places, self.chunk, self.per_prompt = places, chunk, per_prompt if places else 0
-        self._free = list(range(places))
+    def __init__(self, capacity: int, block: int, per_prompt: int):
+        self.capacity, self.block, self.per_prompt = capacity, block, per_prompt if capacity else 0
+        self._free = list(range(capacity))
         self._stored: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
         self._coming: set[bytes] = set()
         self._epoch = 0
@@ -66,72 +65,72 @@ class Prefixes:
                 "prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt"
             )
         limit = 0 if hooked else limit
-        chunk = piece_size(cfg, width)
-        per_prompt, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
+        block = piece_size(cfg, width)
+        per_prompt, size = (width - 1) // block, cache_bytes(cfg.model, 1, block, cfg.cache_dtype)
         if limit is None:
-            return cls(min(_BYTES // size, sizes.slots * per_prompt), chunk, per_prompt)
+            return cls(min(_BYTES // size, sizes.slots * per_prompt), block, per_prompt)
         if 0 < limit < size:
             raise InputError(
-                f"prefix_cache_bytes={limit} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
+                f"prefix_cache_bytes={limit} is less than the {size} bytes of {block} tokens: raise it, or pass 0"
             )
-        return cls(limit // size if per_prompt else 0, chunk, per_prompt)
+        return cls(limit // size if per_prompt else 0, block, per_prompt)
 
     def bytes(self, cfg: GenerationConfig) -> int:
         """Return the size of the store in bytes."""
-        return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
+        return cache_bytes(cfg.model, self.capacity, self.block, cfg.cache_dtype) if self.capacity else 0
 
     def names(self, ids: np.ndarray, adapter: int = -1) -> list[bytes]:
-        """Return a name for each whole chunk that can be stored. A chunk's name identifies all tokens up to its end.
+        """Return a name for each whole piece that can be stored. A piece's name identifies all tokens up to its end.
 
-        The chunk with the last token is not stored, because the model must read this token to continue. Prompts with
-        different adapters do not share chunks.
+        The piece with the last token is not stored, because the model must read this token to continue. Prompts with
+        different adapters do not share blocks.
         """
         names, name = [], adapter.to_bytes(4, "little", signed=True)
-        for number in range(min(self.per_prompt, (len(ids) - 1) // self.chunk)):
-            tokens = np.ascontiguousarray(ids[number * self.chunk : (number + 1) * self.chunk], np.int32)
+        for number in range(min(self.per_prompt, (len(ids) - 1) // self.block)):
+            tokens = np.ascontiguousarray(ids[number * self.block : (number + 1) * self.block], np.int32)
             name = hashlib.sha256(name + tokens.tobytes()).digest()
             names.append(name)
         return names
 
     def must_wait(self, names: list[bytes]) -> bool:
-        """Return True if waiting saves work because a prompt in flight will store this prompt's first missing chunk."""
+        """Return True if waiting saves work because a prompt in flight will store this prompt's first missing piece."""
         known = self._known(names)
         return known < len(names) and names[known] in self._coming
 
     def _known(self, names: list[bytes]) -> int:
-        """Return the number of leading chunks that are stored."""
+        """Return the number of leading pieces that are stored."""
         return next((number for number, name in enumerate(names) if name not in self._stored), len(names))
 
     def enter(self, names: list[bytes]) -> Claim:
-        """Claim places for a prompt that is about to be sent to the device."""
+        """Claim blocks for a prompt that is about to be sent to the device."""
         known = self._known(names)
         have = tuple(self._stored[name] for name in names[:known])
-        for name in reversed(names[:known]):  # in reverse order, so that later chunks are evicted first
+        for name in reversed(names[:known]):  # in reverse order, so that later blocks are evicted first
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):
-            if name in self._stored or name in self._coming:  # stored or claimed, but an earlier chunk was evicted
+            if name in self._stored or name in self._coming:  # stored or claimed, but an earlier block was evicted
                 continue
             if not self._free and len(self._stored) <= known:
                 break
-            place = self._free.pop() if self._free else self._stored.popitem(last=False)[1]
+            index = self._free.pop() if self._free else self._stored.popitem(last=False)[1]
             self._coming.add(name)
-            keep.append((number, name, place))
+            keep.append((number, name, index))
         return Claim(have, tuple(keep), self._epoch)
 
     def confirm(self, claim: Claim) -> None:
-        """Mark the claimed chunks as stored once the prompt has been fully read."""
-        for _, name, place in reversed(claim.keep):
+        """Mark the claimed blocks as stored once the prompt has been fully read."""
+        for _, name, index in reversed(claim.keep):
             if claim.epoch == self._epoch:
                 self._coming.remove(name)
-                self._stored[name] = place
+                self._stored[name] = index
             else:
-                self._free.append(place)
+                self._free.append(index)
 
     def release(self, claim: Claim) -> None:
-        """Free the places claimed for a prompt that will not be read completely."""
-        for _, name, place in claim.keep:
-            self._free.append(place)
+        """Free the blocks claimed for a prompt that will not be read completely."""
+        for _, name, index in claim.keep:
+            self._free.append(index)
             if claim.epoch == self._epoch:
                 self._coming.remove(name)
 
@@ -147,6 +146,6 @@ class Prefixes:
         have, keep = (np.full((rows, self.per_prompt), NOT_STORED, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have
-            for number, _, place in claim.keep:
-                keep[row, number] = place
+            for number, _, index in claim.keep:
+                keep[row, number] = index
         return have, keep
