@@ -46,7 +46,7 @@ class AssistedState:
 
     @property
     def finished(self) -> jax.Array:
-        """bool[], True when every row is finished."""
+        """bool[], True when every row is done."""
         return self.sample.finished
 
 

@@ -58,14 +58,14 @@ class Beams:
         rows: S*k rows, without per-step records.
         origins: int32[S*k, N], for each generated token, the beam that it extended, as an index within the search.
         hypotheses: the best beams that have ended.
-        complete: bool[S], True if the hypotheses are final.
+        finished: bool[S], True if the hypotheses are final.
     """
 
     scores: jax.Array
     rows: Rows
     origins: jax.Array
     hypotheses: Hypotheses
-    complete: jax.Array
+    finished: jax.Array
 
     @classmethod
     def begin(cls, rows: Rows, count: int, capacity: int) -> Beams:
@@ -74,7 +74,7 @@ class Beams:
         # All beams of a search are still identical, so all but the first start with a low score.
         scores = jnp.full((searches, count), -1e9).at[:, 0].set(0.0)
         origins = jnp.zeros((rows.count, capacity), jnp.int32)
-        none = Hypotheses(jnp.full(scores.shape, -jnp.inf), _ended(rows), origins)
+        none = Hypotheses(jnp.full(scores.shape, -jnp.inf), _for_output(rows), origins)
         return cls(scores, rows, origins, none, jnp.zeros(searches, bool))
 
 
@@ -136,7 +136,7 @@ class BeamSearch(Mode):
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 
     def finish(self, run: Run, state: BeamState) -> Decoded:
-        """Return the best hypotheses of each prompt. An incomplete search may also return beams that have not ended."""
+        """Return the best hypotheses of each prompt. An unfinished search may also return beams that have not ended."""
         beams, hypotheses = state.beams, state.beams.hypotheses
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
@@ -146,7 +146,7 @@ class BeamSearch(Mode):
         # Running beams come first, so that they win ties. Empty entries of the hypotheses have a score of -inf.
         scores, of_searches = _best(
             count,
-            (running, (_ended(rows.with_complete(run)), beams.origins + first)),
+            (running, (_for_output(rows.with_complete(run)), beams.origins + first)),
             (hypotheses.scores, (hypotheses.rows, hypotheses.origins + first)),
         )
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
@@ -170,7 +170,7 @@ class BeamSearch(Mode):
 
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
         """Return which running beams count as results at the end, as bool[S, k]."""
-        return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
+        return jnp.broadcast_to(~beams.finished[:, None], beams.scores.shape)
 
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
@@ -303,27 +303,27 @@ class Step:
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation may be one of the results. `_is_complete` compares the best score with the results'
+        # The best continuation may be one of the results. `_are_finished` compares the best score with the results'
         # scores. A single division computes all scores, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
             count,
             (hypotheses.scores, (hypotheses.rows, hypotheses.origins)),
-            (scores, (_ended(result_rows), result_origins)),
+            (scores, (_for_output(result_rows), result_origins)),
         )
         following, origins = self._rows(running)
-        complete = self.beams.complete | (self.live & _is_complete(run, rows, kept, best, attained))
+        finished = self.beams.finished | (self.live & _are_finished(run, rows, kept, best, attained))
         failed = repeat_rows(rows.live[::count] & ~self.live, rows.count)
         following = following.end(failed, repeat_rows(self.failed, rows.count))
-        done = following.history.done | repeat_rows(complete, rows.count)
+        done = following.history.done | repeat_rows(finished, rows.count)
         following = dataclasses.replace(following, history=dataclasses.replace(following.history, done=done))
         beams = Beams(
             scores=jnp.where(self.live[:, None], running.totals, self.beams.scores),
             rows=following,
             origins=origins,
             hypotheses=Hypotheses(kept, kept_rows, kept_origins),
-            complete=complete,
+            finished=finished,
         )
         return beams, running.parents.reshape(-1)
 
@@ -354,7 +354,7 @@ def choose_beams(
     return step.finish(results, running.take(step.best(running)), candidates.totals[:, 0])
 
 
-def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
+def _are_finished(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
     """Return bool[S], True for searches whose hypotheses are final; see `BeamHypotheses.is_done`.
 
     `kept float32[S, k]` are the scores of the hypotheses, best first. `best float32[S]` is the score of the best
@@ -385,8 +385,8 @@ def _length_penalty(run: Run, rows: Rows) -> jax.Array:
     return rows.options(run).value("length_penalty")
 
 
-def _ended(rows: Rows) -> Rows:
-    """Return finished rows with only the fields that the output needs."""
+def _for_output(rows: Rows) -> Rows:
+    """Return the rows with only the fields that the output needs."""
     history = dataclasses.replace(rows.history, seen=None, prompt_seen=None, grammar=None)
     return dataclasses.replace(rows, history=history, values={}, stop_strings=None, constraints=None, hook=())
 

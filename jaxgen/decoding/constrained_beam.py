@@ -27,9 +27,9 @@ class ConstrainedBeamSearch(BeamSearch):
         Beams with unmet constraints count only if fewer than `num_return_sequences` beams meet all constraints.
         """
         # Unlike in transformers, a beam with a banned token never counts as meeting the constraints.
-        met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
+        met = _state(beams.rows).all_met.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
-        return ~beams.complete[:, None] & (met | few)
+        return ~beams.finished[:, None] & (met | few)
 
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
@@ -42,7 +42,7 @@ class ConstrainedBeamSearch(BeamSearch):
             proposals = _proposals(step, table)
             joined = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), candidates, proposals)
             rows = step.extend(joined)
-            ended, met = step.ended(rows), _state(rows).complete.reshape(joined.tokens.shape)
+            ended, met = step.ended(rows), _state(rows).all_met.reshape(joined.tokens.shape)
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
         searches, number = candidates.tokens.shape
         open_indices = step.best(candidates.only(~ended[:, :number]))

@@ -38,7 +38,7 @@ class ConstraintState:
     met: jax.Array
 
     @property
-    def complete(self) -> jax.Array:
+    def all_met(self) -> jax.Array:
         """bool[rows], True if all constraints are met."""
         return (self.current < 0) & jnp.all(self.queue < 0, axis=-1)
 

@@ -52,7 +52,7 @@ class ContrastiveState:
 
     @property
     def finished(self) -> jax.Array:
-        """bool[], True when every row is finished."""
+        """bool[], True when every row is done."""
         return jnp.all(self.rows.history.done)
 
 

@@ -30,7 +30,7 @@ class Draft:
 
     Attributes:
         tokens: int32[B, T], the drafted tokens of each row.
-        count: int32[B], the number of drafted tokens; 0 for a finished row.
+        count: int32[B], the number of drafted tokens; 0 for a row that is done.
     """
 
     tokens: jax.Array
@@ -174,7 +174,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return the maximum draft length, int32[B]: the remaining budget minus 1, up to `width`; 0 for finished rows."""
+    """Return the maximum draft length, int32[B]: the remaining budget minus 1, up to `width`; 0 for done rows."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 

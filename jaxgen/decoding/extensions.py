@@ -97,7 +97,7 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 
 @flax.struct.dataclass
 class HostFunction:
-    """`prefix_allowed_tokens_fn`, called on the host in every step for every unfinished row.
+    """`prefix_allowed_tokens_fn`, called on the host in every step for every row that is not done.
 
     The compiled program receives the function's number as an argument, so a new function does not cause recompilation.
     """

@@ -1,4 +1,4 @@
-"""The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
+"""The loop that all decode modes share: prefill, then steps of the mode until every row is done.
 
 No token runs through the model twice. Only contrastive search and modes with drafts may read a row's last token.
 
@@ -107,7 +107,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, run: Run, state: Any) -> Decoded:
-        """Return the result. Some rows may be unfinished."""
+        """Return the result. Some rows may not be done."""
 
     @abc.abstractmethod
     def progress(self, run: Run, state: Any) -> Progress:
@@ -134,14 +134,14 @@ class Progress:
     Attributes:
         tokens: int32[rows, N], the tokens generated so far, followed by pad ids.
         lengths: int32[rows], the number of generated tokens in each row.
-        ended: bool[rows], True for rows that get no more tokens.
+        done: bool[rows], True for rows that get no more tokens.
         steps: int32[], the number of columns of `tokens` that are final.
         finished: bool[], True when no row needs another step.
     """
 
     tokens: jax.Array
     lengths: jax.Array
-    ended: jax.Array
+    done: jax.Array
     steps: jax.Array
     finished: jax.Array
 
@@ -150,9 +150,9 @@ class Progress:
         """Return the progress of rows whose tokens never change once generated."""
         history = rows.history
         longest = jnp.max(history.step)
-        complete = jnp.min(jnp.where(history.done, longest, history.step))
+        steps = jnp.min(jnp.where(history.done, longest, history.step))
         tokens = history.generated(run.capacity, run.pad_id)
-        return cls(tokens, history.step, history.done, complete, jnp.all(history.done))
+        return cls(tokens, history.step, history.done, steps, jnp.all(history.done))
 
 
 @flax.struct.dataclass
@@ -193,7 +193,7 @@ class Decoded:
 
 
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
-    """Run a mode from prefill until every row is finished."""
+    """Run a mode from prefill until every row is done."""
     return finish(run, advance(run, mode.start(run, request), mode), mode)
 
 
@@ -222,13 +222,13 @@ def progress(run: Run, state: Any, mode: Mode) -> Progress:
     now = mode.progress(run, state)
     if run.mesh is None:
         return now
-    tokens, lengths, ended = run.cut((now.tokens, now.lengths, now.ended))
-    now = dataclasses.replace(now, tokens=tokens, lengths=lengths, ended=ended)
+    tokens, lengths, done = run.cut((now.tokens, now.lengths, now.done))
+    now = dataclasses.replace(now, tokens=tokens, lengths=lengths, done=done)
     return constrain(now, run.mesh, REPLICATED)
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
-    """Take steps until every row is finished. If `steps` is given, take at most that many."""
+    """Take steps until every row is done. If `steps` is given, take at most that many."""
 
     def unfinished(carry: tuple[jax.Array, Any]) -> jax.Array:
         step, state = carry

@@ -1,8 +1,8 @@
 """The state of rows: tokens, options, keys, grammar, stop strings, constraints, hook and records.
 
 Every array has one row per sequence or, if named in `of_prompts`, one row per prompt. `fork` turns rows into sequences,
-`select` reorders rows, as in beam search, and `insert` replaces finished rows. Each of these methods is a single map
-over the arrays.
+`select` reorders rows, as in beam search, and `insert` replaces rows that are done. Each of these methods is a single
+map over the arrays.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Rows(RowState):
 
     @property
     def live(self) -> jax.Array:
-        """bool[rows], True for rows that are not finished."""
+        """bool[rows], True for rows that are not done."""
         return ~self.history.done
 
     def options(self, run: Run) -> RowOptions:
@@ -128,7 +128,7 @@ class Rows(RowState):
         return RowOptions(run.cfg, self.values, run.mesh)
 
     def pad(self, run: Run) -> Rows:
-        """Append finished rows until there is one row for each prompt in the loop."""
+        """Append rows that are done until there is one row for each prompt in the loop."""
         rows = run.pad(self)
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
@@ -176,7 +176,7 @@ class Rows(RowState):
         Args:
             run: the constants of the run.
             choice: the chosen tokens.
-            live: bool[rows], the rows to extend; finished rows are never extended.
+            live: bool[rows], the rows to extend; rows that are done are never extended.
             logits: float32[rows, V], the model's logits.
         """
         live &= self.live

@@ -33,7 +33,7 @@ class SampleState:
 
     @property
     def finished(self) -> jax.Array:
-        """bool[], True when every row is finished."""
+        """bool[], True when every row is done."""
         return jnp.all(self.rows.history.done)
 
 
@@ -61,10 +61,10 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
-        """Return the state of `count` finished rows, with the structure that `enter` returns for `rows` and `cache`."""
-        ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
+        """Return the state of `count` done rows, with the structure that `enter` returns for `rows` and `cache`."""
+        done = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
         size = cache_slots(cache.slots + run.capacity)  # as in `grow`
-        return SampleState(constrain(ended, run.mesh, ROWS), cache.empty_rows(count, size))
+        return SampleState(constrain(done, run.mesh, ROWS), cache.empty_rows(count, size))
 
     def insert(self, run: Run, state: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
         """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[n]."""
@@ -73,7 +73,7 @@ class Sample(Mode):
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run the last token of each row through the model, and choose the next token."""
         rows = state.rows
-        # The model reads no token of a finished row, so the row's cache stays unchanged.
+        # The model reads no token of a row that is done, so the row's cache stays unchanged.
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
         if run.cfg.records:

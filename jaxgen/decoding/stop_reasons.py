@@ -29,7 +29,7 @@ class StopReason(enum.IntEnum):
     a failed row gets no more tokens, and only its stop reason shows the failure.
     """
 
-    NONE = 0  # the row is not finished
+    NONE = 0  # the row is not done
     EOS = 1
     STOP_STRING = 2
     CRITERION = 3  # one of stopping_criteria

@@ -26,7 +26,7 @@ class History:
         length: int32[rows], the number of tokens.
         prompt_length: int32[rows], the number of prompt tokens.
         budget: int32[rows], the maximum number of tokens to generate.
-        done: bool[rows], True for finished rows, to which no tokens are appended.
+        done: bool[rows], True for rows to which no more tokens are appended.
         unknown: int32[rows], the number of prompt tokens that were given as embeddings and whose ids are unknown.
         seen: bool[rows, V], True for the tokens in `ids`; None if no option needs it.
         prompt_seen: bool[rows, V], True for the tokens of the prompt; None if no option needs it.

@@ -116,7 +116,7 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
         nonlocal before
         seen = jax.device_get(progress)
         if prepared.has_more_prompts:
-            rows = cut_prompts((seen.tokens, seen.lengths, seen.ended), prepared.prompts, run.sizes.prompts)
+            rows = cut_prompts((seen.tokens, seen.lengths, seen.done), prepared.prompts, run.sizes.prompts)
             seen = loop.Progress(*rows, seen.steps, seen.finished)
         if streamer is not None:
             _stream(streamer, by_row, before, seen)
@@ -144,6 +144,6 @@ def _stream(streamer: Any, by_row: bool, before: Any, now: Any) -> None:
             streamer.put(now.tokens[:, column])
         return
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
-    just_ended = now.ended if before is None else now.ended & ~before.ended
+    just_ended = now.done if before is None else now.done & ~before.done
     for row in np.flatnonzero((now.lengths > begin) | just_ended):
-        streamer.put_row(int(row), now.tokens[row, begin[row] : now.lengths[row]], bool(now.ended[row]))
+        streamer.put_row(int(row), now.tokens[row, begin[row] : now.lengths[row]], bool(now.done[row]))

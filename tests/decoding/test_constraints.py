@@ -79,7 +79,7 @@ def observe(table, ids, length, count):
     forked = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), state)
     pushed = table.push(forked, tokens.reshape(-1), tokens.reshape(-1) >= 0)
     banks = table.proposed_banks(state, table.banks(pushed).reshape(tokens.shape))
-    return table.banks(state), state.complete, state.met, tokens, banks
+    return table.banks(state), state.all_met, state.met, tokens, banks
 
 
 @pytest.mark.parametrize("seed", slow(0, 1, 2))
@@ -114,7 +114,7 @@ def test_a_broken_phrase_goes_to_the_end_of_the_queue():
     for token, current in [(5, 0), (9, -1), (5, 1), (7, -1), (8, -1), (5, 0), (5, -1), (5, 0), (6, -1)]:
         state = push(table, state, jnp.asarray([token]), jnp.asarray([True]))
         assert state.current.tolist() == [current]
-    assert state.complete.tolist() == [True]
+    assert state.all_met.tolist() == [True]
     assert state.met.tolist() == [3]
 
 

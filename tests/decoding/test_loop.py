@@ -98,7 +98,7 @@ def test_columns_that_are_final(opened):
     progress = Progress.from_rows(run, rows)
     assert progress.tokens.tolist() == [[4, 5, 6, 0, 0, 0], [10, 0, 0, 0, 0, 0], [32, 33, 34, 35, 0, 0]]
     assert progress.lengths.tolist() == [3, 1, 4]
-    assert progress.ended.tolist() == [False, True, False]
+    assert progress.done.tolist() == [False, True, False]
     assert int(progress.steps) == 3
     assert not progress.finished
     over = Progress.from_rows(*with_tokens(opened, [[4, 5, 6], [10], [32]], [True] * 3))
@@ -126,7 +126,7 @@ def test_rows_added_by_a_mesh_are_only_in_the_cache():
     )
     assert decoded.lengths.tolist() == progress.lengths.tolist() == [0, 1, 2]
     assert decoded.reasons.tolist() == [1, 2, 3]
-    assert progress.ended.tolist() == [False, False, True]
+    assert progress.done.tolist() == [False, False, True]
     for tokens in (decoded.tokens, decoded.beam_indices, progress.tokens, decoded.continuation.tokens):
         assert tokens.tolist() == [[row] * 6 for row in range(3)]
         assert tokens.is_fully_replicated

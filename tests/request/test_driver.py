@@ -49,7 +49,7 @@ class Clock(Mode):
 
     def finish(self, run, state):
         now = self.progress(run, state)
-        reasons = jnp.where(now.ended, jnp.int32(StopReason.LENGTH), StopReason.NONE)
+        reasons = jnp.where(now.done, jnp.int32(StopReason.LENGTH), StopReason.NONE)
         return Decoded(now.tokens, now.lengths, reasons, Recording(), None)
 
     def progress(self, run, state):
@@ -57,8 +57,8 @@ class Clock(Mode):
         lengths = jnp.minimum(state.step, state.budget)
         tokens = 10 * jnp.arange(2)[:, None] + column + 1
         tokens = jnp.where(column < lengths[:, None], tokens, 0)
-        ended = state.step >= state.budget
-        return Progress(tokens, lengths, ended, jnp.max(lengths), state.finished)
+        done = state.step >= state.budget
+        return Progress(tokens, lengths, done, jnp.max(lengths), state.finished)
 
 
 CLOCK = Clock()
@@ -93,7 +93,7 @@ def test_a_row_that_ends_without_another_token():
     class Late(Clock):
         def progress(self, run, state):
             now = super().progress(run, state)
-            return dataclasses.replace(now, ended=state.step >= jnp.maximum(state.budget, 5))
+            return dataclasses.replace(now, done=state.step >= jnp.maximum(state.budget, 5))
 
     calls = []
 

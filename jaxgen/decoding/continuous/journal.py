@@ -1,4 +1,4 @@
-"""A chronological journal of new tokens and finished rows. The host reads it periodically."""
+"""A chronological journal of new tokens and of rows that end. The host reads it periodically."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class Pool:
 
     def ready(self) -> jax.Array:
         """Return bool[R], True for prompts that have been fully read in all streams."""
-        ended = (self.read >= self.inputs.length).reshape(self.cache.streams, -1)
-        return (self.number != NOBODY) & jnp.all(ended, axis=0)
+        is_read = (self.read >= self.inputs.length).reshape(self.cache.streams, -1)
+        return (self.number != NOBODY) & jnp.all(is_read, axis=0)
 
     def unread(self) -> jax.Array:
         """Return bool[R], True for prompts that have not been fully read."""

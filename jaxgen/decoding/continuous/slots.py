@@ -79,7 +79,7 @@ class Answers(Results):
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows) -> Answers:
-        """Return the current results of the rows, which may be unfinished."""
+        """Return the current results of the rows, some of which may not be done."""
         tokens = rows.history.generated(run.capacity, run.pad_id)
         return cls(tokens, rows.history.step, rows.reasons, rows.logprobs)
 
@@ -87,7 +87,7 @@ class Answers(Results):
     def empty(cls, run: Run, rows: Rows) -> Answers:
         """Return the initial, empty results of all sequences, with log-probabilities if `rows` have them.
 
-        On a mesh, the sequences of prompts that only pad the batch are marked as ended from the start.
+        On a mesh, the sequences of prompts that only pad the batch are marked as done from the start.
         """
         count = run.prompts * run.needs.sequences
         padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
@@ -117,14 +117,14 @@ class ContinuousState:
     """State of continuous batching.
 
     Attributes:
-        rows: the state of the mode, with one row per slot. Slots whose row has ended are free.
+        rows: the state of the mode, with one row per slot. Slots whose row is done are free.
         sequences: the latest sequence in each slot.
         pool: the prompts that are being read, or have been read and are waiting for a slot.
         results: the `Results` of the sequences.
         queue: the waiting prompts.
         steps: int32[], the number of steps so far.
         last: int32[], the value of `steps` at which the host reads the results.
-        finished: bool[], True when all sequences have ended.
+        finished: bool[], True when all sequences are done.
     """
 
     rows: Any
@@ -138,7 +138,7 @@ class ContinuousState:
 
     @property
     def free(self) -> jax.Array:
-        """bool[S], True for slots whose row has ended."""
+        """bool[S], True for slots whose row is done."""
         return self.rows.rows.history.done
 
 
@@ -252,10 +252,10 @@ class Continuous(Mode):
     def progress(self, run: Run, state: ContinuousState) -> Progress:
         """Return the tokens so far."""
         answers = _all_answers(run, state)
-        ended = answers.reasons != StopReason.NONE
+        done = answers.reasons != StopReason.NONE
         longest = jnp.max(answers.lengths)
-        complete = jnp.min(jnp.where(ended, longest, answers.lengths))
-        return Progress(answers.tokens, answers.lengths, ended, complete, state.finished)
+        steps = jnp.min(jnp.where(done, longest, answers.lengths))
+        return Progress(answers.tokens, answers.lengths, done, steps, state.finished)
 
 
 def _all_answers(run: Run, state: ContinuousState) -> Answers:
