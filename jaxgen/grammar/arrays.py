@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxgen.errors import bare
 from jaxgen.grammar import keywords
 from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repeat, sequence
 from jaxgen.grammar.joint import Conversion, Joint, Place
@@ -19,7 +20,7 @@ def array(converter: Conversion, schemas: list[dict[str, Any]], place: Place, ex
     if excluded == [[]]:
         low = max(low, 1)
     elif excluded:
-        converter.leave_out(place.name, f" has a not with arrays, {keywords.bare(str(excluded))}")
+        converter.leave_out(place.name, f" has a not with arrays, {bare(str(excluded))}")
     unique = any(schema.get("uniqueItems") for schema in schemas)
     contains = [schema["contains"] for schema in schemas if "contains" in schema]
     first = max(len(keywords.items(schema)[0]) for schema in schemas)

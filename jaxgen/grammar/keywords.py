@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, bare, shown
 from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
@@ -98,11 +98,6 @@ def refuse(where: str, reason: str) -> NoReturn:
 def inside(where: str, *names: str | int) -> str:
     """Return the name of a part of a schema."""
     return where + "".join(f"[{name}]" if isinstance(name, int) else f".{bare(name)}" for name in names)
-
-
-def bare(name: str) -> str:
-    """Return a name as shown in messages: without quotation marks, unless it is empty."""
-    return shown(name)[1:-1] or "''"
 
 
 def is_schema(value: Any) -> bool:
