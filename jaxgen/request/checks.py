@@ -18,6 +18,7 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
 from jaxgen.errors import ConfigError, InputError, warn
+from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes
@@ -155,6 +156,13 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Raise an error if there is no tokenizer for stop strings."""
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, tokenizer=tokenizer")
+
+
+def check_stop_strings(cfg: GenerationConfig, tokenizer: Any) -> None:
+    """Raise an error if the tokenizer's tokens cannot form one of the stop strings."""
+    if cfg.stop_strings is not None:
+        check_tokenizer(tokenizer)
+        StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
 
 def typed_key(key: Any) -> Any:

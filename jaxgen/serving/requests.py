@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxgen.config.ends import end_of_turn
-from jaxgen.config.tables import TokenIds
-from jaxgen.decoding.rng import seed_key
+from jaxgen.config.ends import with_end_of_turn
+from jaxgen.config.tables import eos_list
 from jaxgen.errors import InputError, check_whole, shown
 from jaxgen.grammar.grammar import Grammar
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.keys import seed_keys
 from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
@@ -96,8 +96,8 @@ class Reader:
         assert tokenizer is not None
         self._prompts, self.cfg, self.tokenizer, self._most_prompts = prompts, cfg, tokenizer, most_prompts
         self._lengths = dataclasses.replace(prompts.lengths, context=context)
-        self._more_eos = end_of_turn(cfg, tokenizer)
-        self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
+        ended = with_end_of_turn(cfg, tokenizer)
+        self._eos, self._more_eos = eos_list(ended.eos_token_id), ended is not cfg
         self._renderer = Renderer(tokenizer, thoughts)
         self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
         self.encoder = Encoder(tokenizer, prompts.options.width)
@@ -356,7 +356,6 @@ def _keys(seed: int | None, count: int) -> list[jax.Array]:
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     try:
-        key = seed_key(seed)
+        return seed_keys(seed, count)
     except InputError as error:
         raise ApiError(400, str(error), "seed") from error
-    return [key, *(jax.random.fold_in(key, number) for number in range(1, count))]

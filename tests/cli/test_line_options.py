@@ -16,7 +16,7 @@ from jaxgen.cli.line_options import (
     check_lines,
     entries_for,
     in_batches,
-    own_config,
+    own_call,
     prompt_options,
     sizes_for,
 )
@@ -128,7 +128,7 @@ def test_every_option_is_applied_or_refused(tmp_path, monkeypatch, name, cfg):
         assert applied_in_slots(line)
     else:
         assert applied_in_batches(line, name, monkeypatch)
-        assert name not in [option.name for option in own_config(line, cfg, TOK)[0].unread()]
+        assert name not in [option.name for option in own_call(line, cfg, TOK).cfg.unread()]
 
 
 def test_fields_that_are_not_options(tmp_path):
