@@ -53,7 +53,7 @@ from jaxgen.request.assistant import check_assistant
 from jaxgen.request.checks import check_room, check_stop_strings
 from jaxgen.request.inputs import check_vocabulary
 from jaxgen.request.keys import seed_keys
-from jaxgen.request.lengths import Lengths, beyond
+from jaxgen.request.lengths import Lengths
 from jaxgen.request.prompt_options import not_in_slots
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
@@ -362,10 +362,9 @@ def _budget(cfg: GenerationConfig, options: argparse.Namespace, ids: Sequence[in
     """Return the maximum number of new tokens after a prompt; `own` is the prompt's own `max_new_tokens`."""
     check_vocabulary(ids, cfg.model)
     asked = options.max_new_tokens if own is None else own
-    if own is None and options.max_length is not None:
-        asked = beyond(len(ids), options.max_length)
-    budget = Lengths(context=cfg.model.context_length).budget(len(ids), asked)
-    return budget if asked is not None else min(budget, _default_new_tokens(cfg, len(ids)))
+    limits = Lengths(context=cfg.model.context_length, total=options.max_length)
+    budget = limits.budget(len(ids), asked)
+    return budget if asked is not None or limits.total is not None else min(budget, _default_new_tokens(cfg, len(ids)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

@@ -17,10 +17,9 @@ from jaxgen.engine.automaton_tables import with_space_for
 from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.keys import KEY_IMPL, own_keys
-from jaxgen.request.own_call import OwnCall, own_options
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions, per_prompt_options
+from jaxgen.request.keys import own_keys
+from jaxgen.request.own_call import OwnCall, engine_reader, own_options
+from jaxgen.request.prompt_options import per_prompt_options
 from jaxgen.text.tokenizer import Tokenizer
 
 # The table of stop strings has space for all of them, but for no more than this number of states, unless one prompt
@@ -55,7 +54,7 @@ def check_lines(lines: Sequence[Line], cfg: GenerationConfig, tokenizer: Tokeniz
     reader = None
     if slots:  # `PromptOptions` raises an error if engines do not support the config
         names = prompt_options(lines)
-        reader = PromptReader(PromptOptions(cfg, width_for(lines), names, entries_for(lines)), tokenizer, KEY_IMPL)
+        reader = engine_reader(cfg, tokenizer, width_for(lines), names, entries_for(lines))
     if others := [line for line in lines if not line.fields.keys() & _LENGTHS]:
         lengths, budgets = zip(*((len(line.ids), line.budget) for line in others), strict=True)
         OwnCall(cfg).check(np.asarray(lengths), np.asarray(budgets))

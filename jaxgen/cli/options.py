@@ -19,8 +19,6 @@ from jaxgen.cli.size_options import add_size
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 from jaxgen.remote import is_url
 from jaxgen.version import __version__
 
@@ -105,9 +103,8 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
-    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
-    add("--quantize", choices=CHOICES, help=bits)
+    arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")

@@ -10,6 +10,7 @@ from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repea
 from jaxgen.grammar.joint import Conversion, Joint, Place
 from jaxgen.grammar.keywords import key
 from jaxgen.grammar.strings import literal
+from jaxgen.text.json_file import types_of
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items
 
@@ -127,7 +128,7 @@ def _values(converter: Conversion, schemas: tuple[Any, ...], place: Place) -> li
         names = converter.types(joint.schemas)
         if not {*names} <= {"boolean", "null"}:
             return None
-        lists = [[value for value in (True, False, None) if keywords.types_of(value)[0] in names]]
+        lists = [[value for value in (True, False, None) if types_of(value)[0] in names]]
     values = {key(value): value for value in min(lists, key=len)}.values()
     return [value for value in values if all(converter.evaluation.holds(value, schema) for schema in schemas)]
 

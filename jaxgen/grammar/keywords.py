@@ -49,7 +49,6 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", 
 _LISTS = (*IN_PLACE, "prefixItems", "items")
 _VENDOR = re.compile(r"[^A-Za-z$]|[xX]-|\$\$")  # beginnings of names that are annotations of some program
 _ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
-_KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 
 
 def given(schema: Any) -> dict[str, Any] | str:
@@ -238,13 +237,6 @@ def types(schema: dict[str, Any]) -> list[str]:
     """Return the types that a schema names, or all types."""
     names = schema.get("type", [*TYPES])
     return list(dict.fromkeys(names if isinstance(names, list) else [names]))
-
-
-def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a JSON value; an integer is also a number."""
-    if type(value) in _KINDS:
-        return (_KINDS[type(value)],)
-    return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 
 def key(value: Any) -> str:

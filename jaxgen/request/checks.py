@@ -17,6 +17,7 @@ from jaxgen.config.values import is_array, is_tracer
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
+from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -92,6 +93,11 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
             f"{readers[0]} depends on all tokens of a row, but the ids of the tokens in this cache are not known: "
             "continue from the cache of a generate() output, or leave the option out"
         )
+
+
+def can_continue(cache: Continuation, cfg: GenerationConfig) -> bool:
+    """Return True if a call with the config `cfg` can continue from the cache of an earlier call."""
+    return not mode_of(cfg).no_cache and cache.kv.cache_dtype == cfg.cache_dtype
 
 
 def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:

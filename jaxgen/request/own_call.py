@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from jaxgen.config.kinds import Text
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.request.fields import OF_HOST, translated, with_own
-from jaxgen.request.prompt_options import per_prompt_options
+from jaxgen.request.keys import KEY_IMPL
+from jaxgen.request.prompt import PromptReader
+from jaxgen.request.prompt_options import PromptOptions, per_prompt_options
 from jaxgen.text.tokenizer import Tokenizer
 
 _IN_CALLS = frozenset([*OF_HOST, *(name for name, option in OPTIONS.items() if option.kind.per_prompt)])
@@ -24,6 +27,13 @@ _IN_CALLS = frozenset([*OF_HOST, *(name for name, option in OPTIONS.items() if o
 def own_options(slots: bool) -> frozenset[str]:
     """Return the options that a prompt may set for itself in an engine or, if `slots` is False, in a call."""
     return frozenset([*OF_HOST, *per_prompt_options()]) if slots else _IN_CALLS
+
+
+def engine_reader(
+    cfg: GenerationConfig, tokenizer: Tokenizer, width: int, options: Collection[str], entries: int
+) -> PromptReader:
+    """Return the reader of an engine for prompts of `width` tokens that set `options`; their keys come from seeds."""
+    return PromptReader(PromptOptions(cfg, width, options, entries), tokenizer, KEY_IMPL)
 
 
 @dataclass(frozen=True)

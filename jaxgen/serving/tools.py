@@ -12,9 +12,9 @@ import msgspec
 
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.grammar import Grammar
-from jaxgen.grammar.keywords import plain
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
+from jaxgen.text.json_file import parse_json
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -111,7 +111,9 @@ def _function(tool: Tool, where: str) -> Function:
         if function.parameters.get("type", "object") != "object":
             raise InputError(f"{where}.parameters.type must be 'object', got {shown(function.parameters['type'])}")
         try:
-            plain(function.parameters)  # rejects a schema that is not JSON, before the template or the grammar reads it
+            parse_json(json.dumps(function.parameters))  # before the template or the grammar reads them
+        except RecursionError as error:
+            raise InputError(f"{where}.parameters: not valid JSON: nested too deeply") from error
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return function

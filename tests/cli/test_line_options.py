@@ -12,7 +12,6 @@ from jaxgen import GenerationConfig, InputError
 from jaxgen.cli import many
 from jaxgen.cli.input_file import read_lines
 from jaxgen.cli.line_options import (
-    KEY_IMPL,
     check_lines,
     entries_for,
     in_batches,
@@ -27,6 +26,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.results import Completion
+from jaxgen.request.keys import KEY_IMPL
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
