@@ -18,7 +18,7 @@ FLOORS = (
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring", "precompile"},
+    {"generation", "scoring", "precompile", "flat_call"},
     {"engine"},
     {"serving"},
     {"demo", "cli", "evaluate"},
@@ -26,9 +26,9 @@ FLOORS = (
     {"__init__", "__main__"},
 )
 # The core turns parameters and prompts into tokens. The shell is built on it.
-CORE = {"model", "config", "logits", "grammar", "text", "decoding", "request", "output", "generation", "scoring"}
+CORE = set("model config logits grammar text decoding request output generation flat_call scoring".split())
 SHELL = {"engine", "serving", "cli", "evaluate", "export"}
-MOST_NAMES = 80  # of the core, in the shell
+MOST_NAMES = 50  # of the core, in the shell
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 

@@ -44,7 +44,6 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.fused import fuse_projections
@@ -55,6 +54,7 @@ from jaxgen.request.inputs import check_vocabulary
 from jaxgen.request.keys import seed_keys
 from jaxgen.request.lengths import Lengths
 from jaxgen.request.prompt_options import not_in_slots
+from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded

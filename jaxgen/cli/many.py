@@ -31,13 +31,13 @@ from jaxgen.cli.timing import Stats
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.many_prompts import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
+from jaxgen.request.running.engine_sizes import EngineSizes
 
 
 def write_answers(
