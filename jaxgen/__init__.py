@@ -22,6 +22,7 @@ _NAMES = {
     "export.file": "ExportedPrograms",
     "export.generate": "export_generate",
     "generation": "generate prefill",
+    "grammar.grammar": "Grammar",
     "grammar.token_automaton": "TokenAutomaton",
     "logits.history": "History",
     "logits.watermark": "WatermarkDetector WatermarkingConfig",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from jaxgen.export.file import ExportedPrograms as ExportedPrograms
     from jaxgen.export.generate import export_generate as export_generate
     from jaxgen.generation import generate as generate, prefill as prefill
+    from jaxgen.grammar.grammar import Grammar as Grammar
     from jaxgen.grammar.token_automaton import TokenAutomaton as TokenAutomaton
     from jaxgen.logits.history import History as History
     from jaxgen.logits.watermark import WatermarkDetector as WatermarkDetector, WatermarkingConfig as WatermarkingConfig

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
+from jaxgen.model.config import DTYPES
+from jaxgen.model.quantization import CHOICES
 from jaxgen.remote import is_url
 from jaxgen.text.json_file import kind_of, parse_json
 
@@ -66,6 +68,13 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         """Return the names of all options: "-h", "--help", ..."""
         return [name for action in self._actions for name in action.option_strings]
+
+
+def add_weights(add: Callable[..., Any], dtype: str, quantize: str | None = None) -> None:
+    """Add the option --dtype and, if it has a help text, --quantize, by calling `add_argument`."""
+    add("--dtype", choices=DTYPES, help=dtype)
+    if quantize is not None:
+        add("--quantize", choices=CHOICES, help=quantize)
 
 
 def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:

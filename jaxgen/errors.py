@@ -81,6 +81,11 @@ def shown(value: object) -> str:
     return one_line(_SHORTENED.repr(value), LONGEST_VALUE)
 
 
+def bare(name: str) -> str:
+    """Return a name as shown in messages: without quotation marks, unless it is empty."""
+    return shown(name)[1:-1] or "''"
+
+
 def check_whole(
     name: str, value: Any, least: int = 1, most: int | None = None, error: type[JaxgenError] = InputError
 ) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxgen
+
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     {"model", "errors", "buckets", "shapes", "control", "cpu", "version"},
@@ -23,6 +25,10 @@ FLOORS = (
     {"export"},
     {"__init__", "__main__"},
 )
+# The core turns parameters and prompts into tokens. The shell is built on it.
+CORE = set("model config logits grammar text decoding request output generation flat_call scoring".split())
+SHELL = {"engine", "serving", "cli", "evaluate", "export"}
+MOST_NAMES = 50  # of the core, in the shell
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 
@@ -36,6 +42,10 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 def room_of(module: str) -> str:
     parts = [*module.split("."), "__init__"]
     return parts[0] if parts[0] == "convert" else parts[1]
+
+
+def is_core(module: str) -> bool:
+    return module.startswith("jaxgen.") and room_of(module) in CORE
 
 
 def imports(module: str) -> set[str]:
@@ -66,6 +76,21 @@ def test_no_circles():
         rooms[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
     for graph in (IMPORTS, rooms):
         graphlib.TopologicalSorter(graph).prepare()  # raises an error that shows the circle
+
+
+def test_the_shell_takes_few_names_from_the_core():
+    """A name is a module and what is imported from it, wherever the import is; public names do not count."""
+    found: dict[str, set[str]] = {}
+    for module in (module for module in MODULES if room_of(module) in SHELL):
+        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+            if isinstance(node, ast.Import):
+                whole = [alias.name for alias in node.names if is_core(alias.name)]
+                assert not whole, f"{module} imports {whole}: import the names that it uses"
+            elif isinstance(node, ast.ImportFrom) and node.module and is_core(node.module):
+                for alias in node.names:
+                    if alias.name not in jaxgen.__all__:
+                        found.setdefault(f"{node.module}.{alias.name}", set()).add(module)
+    assert len(found) <= MOST_NAMES, "\n".join(f"{name}: {', '.join(sorted(found[name]))}" for name in sorted(found))
 
 
 def test_8_bits_are_one_kind_of_several():

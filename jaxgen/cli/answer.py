@@ -44,17 +44,15 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.rng import seed_key
 from jaxgen.errors import InputError
-from jaxgen.grammar.keywords import LONGEST
-from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
-from jaxgen.request.checks import check_room
+from jaxgen.request.checks import check_room, check_stop_strings
 from jaxgen.request.inputs import check_vocabulary
-from jaxgen.request.lengths import Lengths, beyond
+from jaxgen.request.keys import seed_keys
+from jaxgen.request.lengths import Lengths
 from jaxgen.request.prompt_options import not_in_slots
 from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.text.json_file import read_file
@@ -63,6 +61,7 @@ from jaxgen.text.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_BATCH_SIZE = 8
+_LARGEST_SCHEMA = 4_000_000  # maximum number of bytes in the file of --json-schema
 # Options that do not affect the answers to --input, or that `_run` records in a different form.
 _NOT_IN_FINGERPRINT = set(
     "prompt prompt_file chat model input output html shard dtype slots batch_size stats device mesh distributed "
@@ -243,9 +242,8 @@ def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session
     generate_kwargs = dict(job.generate_kwargs)
     if job.assistant is not None:
         generate_kwargs["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
-    return Session(
-        params, job.cfg.replace(model=loaded.model), seed_key(options.seed), job.tokenizer, stats, generate_kwargs
-    )
+    (key,) = seed_keys(options.seed)
+    return Session(params, job.cfg.replace(model=loaded.model), key, job.tokenizer, stats, generate_kwargs)
 
 
 def load_model(
@@ -338,15 +336,14 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
         keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
         keywords["prefix_allowed_tokens_fn"] = _automaton(options, tokenizer, vocab)
-    if cfg.stop_strings is not None:
-        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises an error if a string can never occur
+    check_stop_strings(cfg, tokenizer)
     return keywords
 
 
 def _automaton(options: argparse.Namespace, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
     """Read and compile the JSON schema; error messages include the file's name."""
     schema, unsupported = options.json_schema, options.json_schema_unsupported or "error"
-    data = read_file(schema, 4 * LONGEST) or b""
+    data = read_file(schema, _LARGEST_SCHEMA) or b""
     text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
         return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab, unsupported=unsupported)
@@ -365,10 +362,9 @@ def _budget(cfg: GenerationConfig, options: argparse.Namespace, ids: Sequence[in
     """Return the maximum number of new tokens after a prompt; `own` is the prompt's own `max_new_tokens`."""
     check_vocabulary(ids, cfg.model)
     asked = options.max_new_tokens if own is None else own
-    if own is None and options.max_length is not None:
-        asked = beyond(len(ids), options.max_length)
-    budget = Lengths(context=cfg.model.context_length).budget(len(ids), asked)
-    return budget if asked is not None else min(budget, _default_new_tokens(cfg, len(ids)))
+    limits = Lengths(context=cfg.model.context_length, total=options.max_length)
+    budget = limits.budget(len(ids), asked)
+    return budget if asked is not None or limits.total is not None else min(budget, _default_new_tokens(cfg, len(ids)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

@@ -24,8 +24,8 @@ from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError, JaxgenError
+from jaxgen.request.checks import can_continue
 from jaxgen.request.fields import is_conversation
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -78,8 +78,8 @@ class Chat:
         turns = turns[dropped:]
         prompt = self._render(turns)
         # The cache is unusable if turns were dropped, earlier turns are rendered differently, or some options changed.
-        usable = prompt.startswith(self._text) and not mode_of(session.cfg).no_cache
-        if self._cache is not None and not (usable and self._cache.kv.cache_dtype == session.cfg.cache_dtype):
+        usable = prompt.startswith(self._text)
+        if self._cache is not None and not (usable and can_continue(self._cache, session.cfg)):
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.errors import InputError, JaxgenWarning, check_whole, shown, warn
+from jaxgen.errors import InputError, JaxgenWarning, check_whole, warn
 from jaxgen.model.config import ModelConfig
 from jaxgen.remote import is_url, read
-from jaxgen.request.fields import FIELDS, LARGEST_INDEX, SOURCES, as_fields, check_count, hint, source_of, unknown
+from jaxgen.request.fields import SOURCES, read_fields
 from jaxgen.request.inputs import row_ids
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -46,6 +45,11 @@ class Line(NamedTuple):
         """Return the number of answers to the line."""
         return self.fields.get("n", self.fields.get("num_return_sequences", cfg.num_return_sequences))
 
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """The fields of the line's own grammar; none if it has no grammar."""
+        return {name: self.fields[name] for name in ("json_schema", "regex", "unsupported") if name in self.fields}
+
     def logged(self, cfg: GenerationConfig) -> bool:
         """Return True if the answers to the line include log-probabilities."""
         return cfg.output_logprobs is not None and self.fields.get("output_logprobs", "") is not None
@@ -74,19 +78,19 @@ def read_lines(
     numbers: dict[int, int] = {}  # from a line's index to its number
     for number, line in lines:
         with line_errors(source, number):
-            given = _entry(line) if as_json else {"prompt": _plain(line)}
-            check_count(given)
-            index = check_whole("index", given.get("index", len(read)), 0, LARGEST_INDEX)
+            fields = read_fields(_entry(line) if as_json else _plain(line), own_data=True)
+            others, index = fields.others, fields.others.get("index", len(read))
             if index in numbers:
                 raise InputError(f"index {index} is also the index of line {numbers[index]}: give each its own")
             numbers[index] = number
-            ids = row_ids(given["ids"], model).tolist() if "ids" in given else prompt_ids(given, system, tokenizer, raw)
-            if "ids" in given and system is not None:
+            asked = {"prompt" if fields.source == "text" else fields.source: fields.content}
+            if "ids" in asked and system is not None:
                 raise InputError("--system needs text or messages, but the prompt is given as ids")
-            most = check_whole("max_new_tokens", given["max_new_tokens"]) if "max_new_tokens" in given else None
-            fields = {name: given[name] for name in given if name in (*FIELDS, *OPTIONS)}
-            fields = {name: value for name, value in fields.items() if name not in (*SOURCES, "metadata")}
-            read.append(Line(_asked(given, index), ids, budget(ids, most), fields | {"index": index}, number))
+            ids = row_ids(asked["ids"], model).tolist() if "ids" in asked else prompt_ids(asked, system, tokenizer, raw)
+            most = check_whole("max_new_tokens", others["max_new_tokens"]) if "max_new_tokens" in others else None
+            asked |= {"metadata": others["metadata"]} if "metadata" in others else {}
+            own = fields.own | {"index": index}
+            read.append(Line({"index": index, **asked, **others}, ids, budget(ids, most), own, number))
     return read
 
 
@@ -141,31 +145,19 @@ def _plain(line: str) -> str:
     return line
 
 
-def _entry(line: str) -> dict[str, Any]:
-    """Return the fields of a line of JSON, in which the prompt is not named `text`."""
+def _entry(line: str) -> Any:
+    """Return the value of a line of JSON; raise an error for a field that lines do not have."""
     value = parse_json(line)
     if not isinstance(value, dict | str | list):
         raise InputError(
             "each line must be an object, a string or a list of ids in JSON, because the first line is JSON"
         )
-    fields = as_fields(value)
-    for name in fields:
+    for name in value if isinstance(value, dict) else ():
         if name in _RESERVED:
             raise InputError(f"{name} is a field of the answers: rename it, or put it in metadata")
         if name in _OF_PYTHON:
             raise InputError(f"{name} is an object in Python, which a file cannot contain: {_OF_PYTHON[name]}")
-    for name in unknown(fields):
-        if (advice := hint(name)) is not None:
-            advice = advice if advice.endswith("?") else f"{advice}."
-            raise InputError(f"unknown option {shown(name)}: {advice} Put data of your own in metadata")
-    source = source_of(fields)
-    return {"prompt": fields.pop("text"), **fields} if source == "text" else fields
-
-
-def _asked(fields: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a line's fields in the order of the output: the index, the prompt, the metadata, all others."""
-    first = [name for name in (*SOURCES, "metadata") if name in fields]
-    return {"index": index} | {name: fields[name] for name in first} | dict(fields)
+    return value
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:

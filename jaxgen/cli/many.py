@@ -21,7 +21,7 @@ from jaxgen.cli.input_file import Line
 from jaxgen.cli.line_options import (
     in_batches,
     keys_of,
-    own_config,
+    own_call,
     prompt_options,
     sizes_for,
 )
@@ -37,7 +37,6 @@ from jaxgen.errors import GenerationError, JaxgenWarning
 from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
-from jaxgen.request.fields import GRAMMARS
 from jaxgen.request.running.engine_sizes import EngineSizes
 
 
@@ -170,7 +169,7 @@ def _in_slots(
         line = lines[index]
         budget = {} if line.budget == most else {"max_new_tokens": line.budget}
         fields = {"ids": line.ids, **budget, **line.fields}
-        return fields if grammar is None or line.fields.keys() & set(GRAMMARS) else fields | {"allowed": grammar}
+        return fields if grammar is None or line.grammar else fields | {"allowed": grammar}
 
     answered = by_prompt(ended(engine, map(prompt, indices)))
     for number, completions in answered:
@@ -204,11 +203,10 @@ def _in_batches(
 
 def _of_batch(line: Line, session: Session) -> Session:
     """Return the session with the options that all lines of a batch set."""
-    cfg, more = own_config(line, session.cfg, session.tokenizer)
-    kwargs = dict(session.generate_kwargs)
-    if "allowed" in more:
-        kwargs["prefix_allowed_tokens_fn"] = more["allowed"]
-    return dataclasses.replace(session, cfg=cfg, generate_kwargs=kwargs)
+    own, kwargs = own_call(line, session.cfg, session.tokenizer), dict(session.generate_kwargs)
+    if own.grammar is not None:
+        kwargs["prefix_allowed_tokens_fn"] = own.grammar
+    return dataclasses.replace(session, cfg=own.cfg, generate_kwargs=kwargs)
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:

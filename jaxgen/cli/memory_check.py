@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
-from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.modes import mode_of
 from jaxgen.memory import REMEDY, check_free, size_text
 from jaxgen.programs import default_device
-from jaxgen.request.memory import caches_bytes
+from jaxgen.request.memory import bytes_of_call
 
 
 def check_memory(
@@ -40,15 +38,7 @@ def check_memory(
     wanted = float_dtype(dtype)
     sources = [open_checkpoint(one) for one in (path, assistant) if one is not None]
     models = [dataclasses.replace(source.cfg.model, dtype=source.dtype(wanted).name) for source in sources]
-    caches = caches_bytes(
-        models,
-        prompts=prompts,
-        sequences=max(answers, mode_of(cfg, assistant is not None).needs(cfg).sequences),
-        width=prompt_bucket(width),
-        capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
-        cache_dtype=cfg.cache_dtype,
-        slots=cfg.slots,
-    )
+    caches = bytes_of_call(models, cfg, prompts, width, answers)
     what = f"this request needs {{}} ({size_text(_weights(sources[:1], wanted, quantize))} of weights)"
     needed = _weights(sources, wanted, quantize) + caches
     check_free(what, needed, [default_device()], f"{REMEDY}, --dtype bfloat16, --quantize, or a smaller model")

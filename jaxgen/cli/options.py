@@ -17,11 +17,7 @@ from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
 from jaxgen.cli.size_options import add_size
 from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.kinds import Flag, Layers, OneOf, Text
-from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
 from jaxgen.errors import InputError
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 from jaxgen.remote import is_url
 from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.version import __version__
@@ -33,9 +29,15 @@ _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
 )
-# Titles of the sections of --help, which correspond to sections of the option reference.
-_SECTIONS = {LENGTH: "length and end", CHOICE: "choosing a token", SCORES: "scores", OUTPUT: "prompts"}
-_SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
+# argparse's keyword arguments for an option, by the form of its value; see `Kind.form`.
+_FORMS: dict[str, dict[str, Any]] = {
+    "flag": {"action": argparse.BooleanOptionalAction},
+    "whole": {"type": arguments.whole, "metavar": "N"},
+    "number": {"type": float, "metavar": "X"},
+    "texts": {"action": "append", "type": arguments.unicode, "metavar": "TEXT"},
+    "layers": {"type": arguments.layers, "metavar": "low|high|N,N,..."},
+    "json": {"type": arguments.json_value, "metavar": "JSON"},
+}
 
 
 def parser() -> arguments.Parser:
@@ -101,9 +103,8 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
-    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
-    add("--quantize", choices=CHOICES, help=bits)
+    arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")
@@ -117,10 +118,11 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 def add_generation(command: arguments.Parser) -> None:
     """Add the options of `GenerationConfig`; alternatives such as max_length and max_new_tokens cannot be combined."""
-    sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
+    titles = dict.fromkeys(option.title for option in OFFERED)
+    sections = {title: command.add_argument_group(title) for title in titles}
     limits: dict[str, Any] = {}
     for option in OFFERED:
-        group = limits.get(option.instead_of) or sections[option.group]
+        group = limits.get(option.instead_of) or sections[option.title]
         if option.instead_of and option.instead_of not in limits:
             group = limits[option.name] = group.add_mutually_exclusive_group()
         letter = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
@@ -128,7 +130,7 @@ def add_generation(command: arguments.Parser) -> None:
         values = ("True", "False", "'never'", "'heuristic'", "'constant'")  # as written in Python
         doc = functools.reduce(lambda text, value: text.replace(value, value.strip("'").lower()), values, option.doc)
         help_text = in_flags(doc).replace("%", "%%") + note
-        group.add_argument(*letter, _flag(option.name), help=help_text, **_argument(option))
+        group.add_argument(*letter, _flag(option.name), help=help_text, **_argument(option.name))
 
 
 def _flag(name: str) -> str:
@@ -140,7 +142,7 @@ def in_flags(message: str) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if isinstance(OPTIONS[name].kind, Flag) and value in ("True", "False"):
+        if OPTIONS[name].kind.form == "flag" and value in ("True", "False"):
             return _flag(name) if value == "True" else _flag(f"no_{name}")
         return _flag(name) + (f" {value}" if value else "")
 
@@ -162,20 +164,13 @@ def in_settings(message: str) -> str:
     return _NAMED.sub(named, named_flags).removesuffix("; see jaxgen --help")
 
 
-def _argument(option: Option) -> dict[str, Any]:
+def _argument(name: str) -> dict[str, Any]:
     """Return argparse's keyword arguments for an option."""
-    if isinstance(option.kind, Flag):
-        return {"action": argparse.BooleanOptionalAction}
-    if isinstance(option.kind, OneOf):
-        texts = {str(value).lower(): value for value in option.kind.values}
-        return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
-    if isinstance(option.kind, Text):
-        return {"action": "append", "type": arguments.unicode, "metavar": "TEXT"}
-    if isinstance(option.kind, Layers):
-        return {"type": arguments.layers, "metavar": "low|high|N,N,..."}
-    numbers = {"int": (arguments.whole, "N"), "float": (float, "X")}
-    read, metavar = numbers.get(option.kind.type_name, (arguments.json_value, "JSON"))
-    return {"type": read, "metavar": metavar}
+    kind = OPTIONS[name].kind
+    if kind.form != "choice":
+        return _FORMS[kind.form]
+    texts = {str(value).lower(): value for value in kind.values}
+    return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -257,7 +252,7 @@ def setting(text: str) -> dict[str, Any]:
         raise InputError("a conversation has one answer per message")
     if not value:
         raise InputError(f"/set {name} needs a value")
-    if isinstance(OPTIONS[name].kind, Flag):
+    if OPTIONS[name].kind.form == "flag":
         if value not in ("true", "false"):
             raise InputError(f"{name} must be true or false")
         words = [_flag(name if value == "true" else f"no_{name}")]

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from jaxgen import arguments
 from jaxgen.cli.size_options import add_size
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 from jaxgen.request.running.engine_sizes import SIZES, EngineSizes
 from jaxgen.serving.keys import check_key
 from jaxgen.serving.limits import Limits
@@ -76,8 +74,8 @@ def add_model_options(parser: arguments.Parser) -> None:
         add_size(add, name, getattr(SERVED, name))
     apart = "leave a model's thoughts in the content of its answers, with their tags"
     add("--thoughts-in-content", action="store_true", help=apart)
-    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--quantize", choices=CHOICES, help="round the weights to 8 bits, or with none convert 8-bit weights back")
+    bits = "round the weights to 8 bits, or with none convert 8-bit weights back"
+    arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")

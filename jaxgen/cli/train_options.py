@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from jaxgen import arguments
-from jaxgen.model.config import DTYPES
 
 EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
@@ -47,7 +46,7 @@ def parser() -> arguments.Parser:
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
     add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
     add("--remat", action="store_true", help="recompute layers instead of storing their results")
-    add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
+    arguments.add_weights(add, "for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
     targets = "matrices that get updates, separated by commas, such as q_proj,v_proj (default: all 7 of a layer)"

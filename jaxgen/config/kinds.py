@@ -37,6 +37,9 @@ class Kind:
         per_prompt: True if one value per prompt is allowed.
         ranks: the number of axes of each array in the leaf, not counting an axis for the prompts.
         optional: True if the option accepts None, which stands for a default other than None.
+        form: how a command reads the value: as a "flag", "choice", "whole" number, "number", "texts", "layers" or as
+            "json".
+        values: the allowed values of a "choice".
     """
 
     traced: bool = False
@@ -45,6 +48,8 @@ class Kind:
     per_prompt: bool = False
     ranks: Any = 0
     optional: bool = False
+    form: str = "json"
+    values: tuple[Any, ...] = ()
 
     def parse(self, name: str, value: Any) -> Any:
         """Return the normal form of a value, with Python numbers where possible; equal values have equal forms.
@@ -114,6 +119,7 @@ class Flag(Static):
     neutral: bool | None = False
     optional: bool = False
     type_name = "bool"
+    form = "flag"
 
     def parse(self, name: str, value: Any) -> bool:
         value = frozen(value)
@@ -130,6 +136,7 @@ class StaticInteger(Static):
     least: int = 0
     optional: bool = False
     type_name = "int"
+    form = "whole"
 
     @property
     def allowed(self) -> str:
@@ -148,6 +155,7 @@ class Seconds(Kind):
     """A number of seconds. 0 is a valid limit, so only None means off."""
 
     type_name = "float"
+    form = "number"
 
     @property
     def allowed(self) -> str:
@@ -164,6 +172,8 @@ class Seconds(Kind):
 
 class OneOf(Static):
     """One of several values, the first of which is the default."""
+
+    form = "choice"
 
     def __init__(self, *values: Any):
         self.values, self.neutral = values, values[0]
@@ -185,6 +195,7 @@ class Layers(Static):
     """The string "low" or "high", or a list of layers, from which duplicates are removed."""
 
     type_name = "'low', 'high' or list"
+    form = "layers"
 
     def parse(self, name: str, value: Any) -> str | tuple[int, ...]:
         value = frozen(value.tolist() if is_array(value) and not is_tracer(value) else value)
@@ -204,6 +215,7 @@ class Text(Static):
     """
 
     type_name = "str or list"
+    form = "texts"
     per_prompt = True
 
     def parse(self, name: str, value: Any) -> Any:
@@ -287,6 +299,7 @@ class Real(Kind):
     optional: bool = False
     traced = True
     type_name = "float"
+    form = "number"
     array_dtype: ClassVar[type] = np.float32
 
     def is_off(self, value: Any) -> bool:
@@ -372,6 +385,7 @@ class Integer(Real):
     """An integer, or one per prompt."""
 
     type_name = "int"
+    form = "whole"
     array_dtype = np.int32
 
 

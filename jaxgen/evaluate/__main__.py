@@ -11,8 +11,6 @@ from typing import Any
 from jaxgen import arguments
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, JaxgenError
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 
 PROGRAM = "python -m jaxgen.evaluate"
 _MODEL = "jaxgen"  # the name of this model type in the harness
@@ -56,8 +54,8 @@ def _parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="a checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
-    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--quantize", choices=CHOICES, help="round the weights to 8 bits; none: convert 8-bit weights back")
+    bits = "round the weights to 8 bits; none: convert 8-bit weights back"
+    arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     add("--slots", type=arguments.count, default=32, metavar="N", help="answers generated at a time (default: 32)")
     tokens = "tokens scored at a time (default: 8192, on a CPU 1024)"
     add("--batch-tokens", type=arguments.count, metavar="N", help=tokens)

@@ -24,8 +24,6 @@ from jaxgen.export.file import read_description, summary
 from jaxgen.export.generate import export_generate
 from jaxgen.export.lowering import PLATFORMS
 from jaxgen.flat_call import flat_params
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 from jaxgen.text.tokenizer import Tokenizer
 
 PROGRAM = "python -m jaxgen.export"
@@ -76,8 +74,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     width = "columns of prompts (default: 128)"
     add("--prompt-width", type=arguments.count, default=128, metavar="N", help=width)
     add("--platforms", type=_platforms, default=PLATFORMS, metavar="A,B", help=f"(default: {','.join(PLATFORMS)})")
-    add("--dtype", choices=DTYPES, help="dtype of the weights (default: as in MODEL)")
-    add("--quantize", choices=CHOICES, help="8-bit weights; none: dequantize MODEL's (default: as in MODEL)")
+    bits = "8-bit weights; none: dequantize MODEL's (default: as in MODEL)"
+    arguments.add_weights(add, "dtype of the weights (default: as in MODEL)", bits)
     add_generation(parser)
     options, rest = parser.read(words)
     if rest:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxgen.errors import bare
 from jaxgen.grammar import keywords
 from jaxgen.grammar.expression import EMPTY, NOTHING, Expression, Members, Repeat, sequence
 from jaxgen.grammar.joint import Conversion, Joint, Place
 from jaxgen.grammar.keywords import key
 from jaxgen.grammar.strings import literal
+from jaxgen.text.json_file import types_of
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items
 
@@ -19,7 +21,7 @@ def array(converter: Conversion, schemas: list[dict[str, Any]], place: Place, ex
     if excluded == [[]]:
         low = max(low, 1)
     elif excluded:
-        converter.leave_out(place.name, f" has a not with arrays, {keywords.bare(str(excluded))}")
+        converter.leave_out(place.name, f" has a not with arrays, {bare(str(excluded))}")
     unique = any(schema.get("uniqueItems") for schema in schemas)
     contains = [schema["contains"] for schema in schemas if "contains" in schema]
     first = max(len(keywords.items(schema)[0]) for schema in schemas)
@@ -126,7 +128,7 @@ def _values(converter: Conversion, schemas: tuple[Any, ...], place: Place) -> li
         names = converter.types(joint.schemas)
         if not {*names} <= {"boolean", "null"}:
             return None
-        lists = [[value for value in (True, False, None) if keywords.types_of(value)[0] in names]]
+        lists = [[value for value in (True, False, None) if types_of(value)[0] in names]]
     values = {key(value): value for value in min(lists, key=len)}.values()
     return [value for value in values if all(converter.evaluation.holds(value, schema) for schema in schemas)]
 

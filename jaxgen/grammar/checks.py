@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, bare, shown
 from jaxgen.grammar import keywords
 from jaxgen.grammar.references import References
 
@@ -73,7 +73,7 @@ class Checks:
                 try:
                     target = self.references.target(kept)
                     if not keywords.is_schema(target):
-                        keywords.refuse(keywords.bare(kept["$ref"]), f" must be an object, got {shown(target)}")
+                        keywords.refuse(bare(kept["$ref"]), f" must be an object, got {shown(target)}")
                 except InputError as error:
                     self.leave_out(name, str(error))
                     kept = _without(kept, "$ref")

@@ -10,6 +10,7 @@ from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.keywords import key
 from jaxgen.grammar.references import References
 from jaxgen.grammar.stopping import check_stop
+from jaxgen.text.json_file import types_of
 
 MOST = 60_000  # maximum number of evaluations and comparisons for one schema
 
@@ -62,7 +63,7 @@ class Evaluation:
         return _all(found)
 
     def _own(self, value: Any, schema: dict[str, Any]) -> Iterable[bool | None]:
-        kinds = keywords.types_of(value)
+        kinds = types_of(value)
         yield any(name in keywords.types(schema) for name in kinds)
         if "const" in schema or "enum" in schema:
             yield key(value) in self.literals(schema)

@@ -16,7 +16,7 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from jaxgen.errors import InputError, shown, warn
+from jaxgen.errors import InputError, bare, shown, warn
 from jaxgen.grammar import keywords
 from jaxgen.grammar.arrays import array
 from jaxgen.grammar.byte_automaton import TooLargeError, Work
@@ -197,7 +197,7 @@ class Converter:
                 target = self.references.target(schema)
                 if place.refs.count(id(target)) >= self.levels:
                     return None
-                joint.place = Place(keywords.bare(schema["$ref"]), (*place.refs, id(target)), place.depth + 1)
+                joint.place = Place(bare(schema["$ref"]), (*place.refs, id(target)), place.depth + 1)
                 if joint.place.depth > keywords.DEEPEST:
                     raise InputError(f"the schema is nested more than {keywords.DEEPEST} levels deep: simplify it")
                 rest.insert(0, (target, path))

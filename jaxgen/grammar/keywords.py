@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError, bare, shown
 from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
@@ -49,7 +49,6 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", 
 _LISTS = (*IN_PLACE, "prefixItems", "items")
 _VENDOR = re.compile(r"[^A-Za-z$]|[xX]-|\$\$")  # beginnings of names that are annotations of some program
 _ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
-_KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 
 
 def given(schema: Any) -> dict[str, Any] | str:
@@ -98,11 +97,6 @@ def refuse(where: str, reason: str) -> NoReturn:
 def inside(where: str, *names: str | int) -> str:
     """Return the name of a part of a schema."""
     return where + "".join(f"[{name}]" if isinstance(name, int) else f".{bare(name)}" for name in names)
-
-
-def bare(name: str) -> str:
-    """Return a name as shown in messages: without quotation marks, unless it is empty."""
-    return shown(name)[1:-1] or "''"
 
 
 def is_schema(value: Any) -> bool:
@@ -243,13 +237,6 @@ def types(schema: dict[str, Any]) -> list[str]:
     """Return the types that a schema names, or all types."""
     names = schema.get("type", [*TYPES])
     return list(dict.fromkeys(names if isinstance(names, list) else [names]))
-
-
-def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a JSON value; an integer is also a number."""
-    if type(value) in _KINDS:
-        return (_KINDS[type(value)],)
-    return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 
 def key(value: Any) -> str:

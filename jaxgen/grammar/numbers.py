@@ -18,6 +18,7 @@ from jaxgen.grammar.expression import NOTHING, Compiled, Expression, Text, choic
 from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.products import difference
 from jaxgen.grammar.regex import read_regex
+from jaxgen.text.json_file import types_of
 
 LARGEST = 10**keywords.MOST_DIGITS - 1
 MOST_DIVISOR = 5_000  # maximum divisor of integers, without factors of 10
@@ -33,7 +34,7 @@ def numbers(schemas: list[dict[str, Any]], integer: bool, excluded: list[Any], n
     divisors = [schema["multipleOf"] for schema in schemas if "multipleOf" in schema]
     whole = [int(divisor) for divisor in divisors if divisor == int(divisor)]
     broken = [divisor for divisor in divisors if divisor != int(divisor)]
-    unlike = [value for value in excluded if "number" in keywords.types_of(value)]
+    unlike = [value for value in excluded if "number" in types_of(value)]
     fractional = any(keywords.BROKEN in schema for schema in schemas)
     if fractional and (integer or whole):
         return NOTHING

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+from jaxgen.errors import bare
 from jaxgen.grammar import keywords
 from jaxgen.grammar.byte_automaton import TooLargeError
 from jaxgen.grammar.expression import NOTHING, Expression, Members, choice
@@ -26,7 +27,7 @@ def object_(converter: Conversion, schemas: list[dict[str, Any]], place: Place, 
     if excluded == [{}]:
         low = max(low, 1)
     elif excluded:
-        converter.leave_out(place.name, f" has a not with objects, {keywords.bare(str(excluded))}")
+        converter.leave_out(place.name, f" has a not with objects, {bare(str(excluded))}")
     if high is not None and low > high:
         return NOTHING
     schemas = [_readable(converter, schema, place) for schema in schemas]

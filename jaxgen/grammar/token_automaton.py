@@ -19,8 +19,7 @@ from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar.byte_automaton import compile_expression
 from jaxgen.grammar.expression import Expression
-from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.grammar.row_parts import row_parts
 from jaxgen.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
 from jaxgen.grammar.within import within
@@ -124,7 +123,7 @@ class TokenAutomaton:
                 text that it matches.
             TypeError: `pattern` is not a str, or `tokenizer` is not a `jaxgen.Tokenizer`.
         """
-        return cls.from_expression(read_regex(pattern), tokenizer, name="the pattern", vocab_size=vocab_size)
+        return cls.from_expression(Grammar.regex(pattern), tokenizer, name="the pattern", vocab_size=vocab_size)
 
     @classmethod
     def from_json_schema(
@@ -147,19 +146,29 @@ class TokenAutomaton:
         given, they are added to that list instead. `whitespace_pattern` is a regular expression for the whitespace
         between JSON tokens; None means `[ ]?`. The other arguments and errors are as in `from_regex`.
         """
-        expression = read_schema(schema, whitespace_pattern, unsupported=unsupported, left_out=left_out)
-        return cls.from_expression(expression, tokenizer, name="the schema", vocab_size=vocab_size)
+        options: dict[str, Any] = {"unsupported": unsupported, "left_out": left_out}
+        grammar = Grammar.json_schema(schema, whitespace_pattern=whitespace_pattern, **options)
+        return cls.from_expression(grammar, tokenizer, name="the schema", vocab_size=vocab_size)
 
     @classmethod
     def from_expression(
-        cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
+        cls,
+        expression: Grammar | Expression,
+        tokenizer: Tokenizer,
+        *,
+        name: str = "the grammar",
+        vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton for an expression from `jaxgen.grammar`, such as a schema surrounded by fixed text.
+        """Build the automaton for a `Grammar`, such as a schema surrounded by fixed text, or for its expression.
+
+            grammar = "Answer: " + Grammar.json_schema({"type": "integer"})
+            automaton = TokenAutomaton.from_expression(grammar, tokenizer)
 
         `name` is the grammar's name in error messages. The other arguments and errors are as in `from_regex`.
         """
         tokens = tokens_of(tokenizer, vocab_size)
-        table = token_table(compile_expression(expression, name), tokens)
+        tree = expression.expression if isinstance(expression, Grammar) else expression
+        table = token_table(compile_expression(tree, name), tokens)
         if table is None:
             raise InputError(
                 "the tokenizer's tokens cannot form any text of the grammar: change the grammar (many SentencePiece "

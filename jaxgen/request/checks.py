@@ -17,7 +17,9 @@ from jaxgen.config.values import is_array, is_tracer
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
+from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import ConfigError, InputError, warn
+from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes
@@ -93,6 +95,11 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
         )
 
 
+def can_continue(cache: Continuation, cfg: GenerationConfig) -> bool:
+    """Return True if a call with the config `cfg` can continue from the cache of an earlier call."""
+    return not mode_of(cfg).no_cache and cache.kv.cache_dtype == cfg.cache_dtype
+
+
 def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:
     """Raise an error for options that are not supported with `slots`."""
     if not mode.refills:
@@ -155,6 +162,13 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Raise an error if there is no tokenizer for stop strings."""
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, tokenizer=tokenizer")
+
+
+def check_stop_strings(cfg: GenerationConfig, tokenizer: Any) -> None:
+    """Raise an error if the tokenizer's tokens cannot form one of the stop strings."""
+    if cfg.stop_strings is not None:
+        check_tokenizer(tokenizer)
+        StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
 
 def typed_key(key: Any) -> Any:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgen.config.availability import check_options
 from jaxgen.config.generation_config import GenerationConfig
@@ -87,10 +87,50 @@ def hint(name: Any) -> str | None:
     return f"did you mean {meant!r}?" if meant in (*OPTIONS, *FIELDS) else meant
 
 
-def refuse_unknown(fields: Collection[str]) -> None:
-    """Raise an error for a field that prompts do not have."""
+def refuse_unknown(fields: Collection[str], own_data: bool = False) -> None:
+    """Raise an error for a field that prompts do not have; if `own_data` is True, only if it seems to be an option."""
     for name in unknown(fields):
-        raise ConfigError(f"unknown option {shown(name)}: {hint(name) or 'put data of your own in metadata'}")
+        advice = hint(name)
+        if own_data and advice is not None:
+            advice = f"{advice if advice.endswith('?') else f'{advice}.'} Put data of your own in metadata"
+        if advice is not None or not own_data:
+            raise ConfigError(f"unknown option {shown(name)}: {advice or 'put data of your own in metadata'}")
+
+
+class PromptFields(NamedTuple):
+    """The fields of a prompt.
+
+    Attributes:
+        source: the name of the field that contains the prompt.
+        content: the value of this field.
+        others: all other fields, in the given order.
+    """
+
+    source: str
+    content: Any
+    others: dict[str, Any]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The other fields that apply to the prompt, without the caller's own data."""
+        known = {*FIELDS, *OPTIONS} - {"metadata"}
+        return {name: value for name, value in self.others.items() if name in known}
+
+
+def read_fields(given: Any, own_data: bool = False) -> PromptFields:
+    """Return the fields of a prompt, which may be a string, ids or a dict.
+
+    Raise an error if a field is unknown or if the prompt is missing, or if the index or the number of sequences is
+    invalid. `own_data` is as in `refuse_unknown`.
+    """
+    fields = as_fields(given)
+    refuse_unknown(fields, own_data)
+    source = source_of(fields)
+    content = fields.pop(source)
+    if "index" in fields:
+        check_whole("index", fields["index"], 0, LARGEST_INDEX)
+    check_count(fields)
+    return PromptFields(source, content, fields)
 
 
 def check_count(fields: Mapping[str, Any]) -> None:
@@ -129,10 +169,7 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
 
     Raise an error if a field is unknown or invalid, or if two fields exclude each other.
     """
-    fields = as_fields(given)
-    refuse_unknown(fields)
-    source = source_of(fields)
-    content = fields.pop(source)
+    source, content, fields = read_fields(given)
     if source != "ids":
         if tokenizer is None:
             raise InputError(f"a prompt given as {source} needs a tokenizer: pass tokenizer=, or ids")
@@ -144,7 +181,6 @@ def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_imp
     for several in (("n", "num_return_sequences"), ("seed", "key"), GRAMMARS):
         if len(found := [name for name in several if name in fields]) > 1:
             raise InputError(f"{' and '.join(found)} exclude each other: pass one of them")
-    check_count(fields)
     if "n" in fields:
         fields["num_return_sequences"] = fields.pop("n")
     if "seed" in fields:

@@ -15,11 +15,13 @@ class Lengths:
         prompt: the maximum for a prompt.
         answer: the maximum for an answer.
         context: the maximum for a prompt and its answer together.
+        total: the same maximum for answers for which no number is asked, as the option `max_length`.
     """
 
     prompt: int | None = None
     answer: int | None = None
     context: int | None = None
+    total: int | None = None
 
     def budget(self, length: int, asked: int | None) -> int:
         """Return the maximum number of new tokens after a prompt of `length` tokens: `asked`, or as many as fit.
@@ -28,6 +30,8 @@ class Lengths:
             InputError: the prompt is too long, alone or together with `asked` new tokens.
             ConfigError: `asked` is more than an answer may have.
         """
+        if asked is None and self.total is not None:
+            asked = beyond(length, self.total)
         if self.prompt is not None and length > self.prompt:
             raise InputError(
                 f"the prompt has {length} tokens, more than prompt_width={self.prompt} allows: shorten the prompt"

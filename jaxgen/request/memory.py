@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 
+from jaxgen.buckets import capacity_for, prompt_bucket
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run
 from jaxgen.memory import REMEDY, SMALL, check_free
 from jaxgen.model.cache import KVCache
@@ -46,6 +50,25 @@ def caches_bytes(
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
     return prefixes + grammars + sum([cache_bytes(*size) for size in sizes])
+
+
+def bytes_of_call(
+    models: Sequence[ModelConfig], cfg: GenerationConfig, prompts: int, width: int, answers: int = 1
+) -> int:
+    """Return the size in bytes of the caches for a call with models (a second one drafts), before weights are read.
+
+    `width` is the number of tokens in the longest prompt. At least `answers` answers to each prompt are decoded at a
+    time.
+    """
+    return caches_bytes(
+        models,
+        prompts=prompts,
+        sequences=max(answers, mode_of(cfg, len(models) > 1).needs(cfg).sequences),
+        width=prompt_bucket(width),
+        capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
+        cache_dtype=cfg.cache_dtype,
+        slots=cfg.slots,
+    )
 
 
 def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0) -> None:

@@ -25,7 +25,7 @@ from jaxgen.scoring.text import score
 from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.embeddings import Embedder
-from jaxgen.serving.grammars import Grammar, Grammars, Wanted
+from jaxgen.serving.grammars import CompiledGrammar, Grammars, Wanted
 from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -124,7 +124,7 @@ class Answering:
         asked = read(request, adapter)
         return asked, self._sizes.of(request, asked, repeated, copies)
 
-    async def _grammar(self, wanted: Wanted, group: Hashable) -> Grammar:
+    async def _grammar(self, wanted: Wanted, group: Hashable) -> CompiledGrammar:
         try:
             return await self.grammars.get(wanted, group)
         except InputError as error:

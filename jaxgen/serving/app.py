@@ -18,7 +18,6 @@ from starlette.routing import Route
 
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
-from jaxgen.model.lowrank import adapter_count
 from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.answering import LARGE, Answering
 from jaxgen.serving.arrival import Arrival
@@ -105,10 +104,8 @@ class Service:
         self._reader = Reader(engine.prompts, self._context, most, thoughts)
         self._engine, self._params, self._name = engine, params, name
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
-        if len(adapters) != adapter_count(params):
-            raise InputError(
-                f"params have {adapter_count(params)} adapters, but there are {len(adapters)} names for them"
-            )
+        if len(adapters) != (count := engine.prompts.options.adapters):
+            raise InputError(f"params have {count} adapters, but there are {len(adapters)} names for them")
         if len(self._adapters) <= len(adapters):
             raise InputError(f"the model and its adapters must have different names, got {[name, *adapters]}")
         self._fingerprint = fingerprint

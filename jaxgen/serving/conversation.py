@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxgen.errors import InputError, JaxgenError, shown
-from jaxgen.grammar.keywords import bare
+from jaxgen.errors import InputError, JaxgenError, bare, shown
 from jaxgen.serving.formats.format import Format
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatMessage, PastCall

@@ -16,7 +16,7 @@ import jax
 
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError, JaxgenError
-from jaxgen.grammar.stopping import stoppable
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.grammar.token_automaton import TokenAutomaton
 
 _MOST_BYTES = 2**27  # maximum size of all cached grammars together
@@ -26,7 +26,7 @@ _LONGEST_PAUSE = 1.0  # seconds that the thread sleeps after a grammar that was 
 _MOST_JOBS = 64  # maximum number of grammars that wait to be compiled
 
 
-class Grammar(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """The automaton that an answer follows, and what its schemas have that is not enforced."""
 
     automaton: TokenAutomaton
@@ -44,7 +44,7 @@ class Wanted:
     """
 
     key: Hashable
-    build: Callable[[], Grammar]
+    build: Callable[[], CompiledGrammar]
     field: str | None = None
 
 
@@ -55,9 +55,9 @@ class _Stopped(Exception):
 class _Job:
     """A grammar to compile, for a number of `waiters`. The result of `future` is the grammar or an error."""
 
-    def __init__(self, key: bytes, build: Callable[[], Grammar], group: Hashable):
+    def __init__(self, key: bytes, build: Callable[[], CompiledGrammar], group: Hashable):
         self.key, self.build, self.group = key, build, group
-        self.future: concurrent.futures.Future[Grammar | BaseException] = concurrent.futures.Future()
+        self.future: concurrent.futures.Future[CompiledGrammar | BaseException] = concurrent.futures.Future()
         self.stop = threading.Event()
         self.waiters = 0
 
@@ -86,7 +86,7 @@ class Grammars:
     ):
         self._fits, self._seconds, self._is_busy = fits, seconds, is_busy
         self._most_bytes, self._most_jobs = most_bytes, most_jobs
-        self._cached: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
+        self._cached: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._bytes = 0
         self._jobs: dict[bytes, _Job] = {}
@@ -108,7 +108,7 @@ class Grammars:
         """The number of grammars that are being compiled or wait."""
         return len(self._jobs)
 
-    async def get(self, wanted: Wanted, group: Hashable = None) -> Grammar:
+    async def get(self, wanted: Wanted, group: Hashable = None) -> CompiledGrammar:
         """Return a grammar. Compile it if it is not in the cache.
 
         Raises:
@@ -183,9 +183,9 @@ class Grammars:
             if is_late := now > end:
                 raise InputError(f"the grammar takes more than {self._seconds:g} seconds to compile: simplify it")
 
-        outcome: Grammar | BaseException
+        outcome: CompiledGrammar | BaseException
         try:
-            with stoppable(check):
+            with Grammar.stoppable(check):
                 outcome = job.build()
                 self._fits(outcome.automaton)
         except JaxgenError as error:
@@ -197,7 +197,7 @@ class Grammars:
         with self._lock:
             if self._jobs.get(job.key) is job:
                 del self._jobs[job.key]
-            if isinstance(outcome, Grammar):
+            if isinstance(outcome, CompiledGrammar):
                 self._store(job.key, outcome)
             elif isinstance(outcome, JaxgenError) and not is_late:
                 self._refused[job.key] = str(outcome)
@@ -205,7 +205,7 @@ class Grammars:
                     self._refused.popitem(last=False)
         job.future.set_result(outcome)  # an error is a result, because everybody may have left
 
-    def _store(self, key: bytes, grammar: Grammar) -> None:
+    def _store(self, key: bytes, grammar: CompiledGrammar) -> None:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(grammar.automaton))
         if size > self._most_bytes or key in self._cached:  # a dropped job may have ended before it noticed
             return

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.grammar.expression import Expression
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving import thoughts
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.formats.format import CallParser, Format
@@ -49,8 +49,8 @@ class Rendered:
         return (*(self.form.marks if parses else ()), *(self.tags or ()))
 
     @property
-    def before(self) -> Expression | None:
-        """The expression for the thought before a text that has a grammar, or None."""
+    def before(self) -> Grammar | None:
+        """The grammar of the thought before a text that has a grammar, or None."""
         return None if self.tags is None else thoughts.before(self.tags, self.text, self.is_open)
 
     @property

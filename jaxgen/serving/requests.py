@@ -12,20 +12,19 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxgen.config.ends import end_of_turn
-from jaxgen.config.tables import TokenIds
-from jaxgen.decoding.rng import seed_key
+from jaxgen.config.ends import with_end_of_turn
+from jaxgen.config.tables import eos_list
 from jaxgen.errors import InputError, check_whole, shown
-from jaxgen.grammar.expression import EMPTY, Expression, sequence
-from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.keys import seed_keys
 from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
-from jaxgen.serving.grammars import Grammar, Wanted
+from jaxgen.serving.grammars import CompiledGrammar, Wanted
 from jaxgen.serving.http_errors import ApiError, about
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.rendering import Rendered, Renderer
@@ -97,8 +96,8 @@ class Reader:
         assert tokenizer is not None
         self._prompts, self.cfg, self.tokenizer, self._most_prompts = prompts, cfg, tokenizer, most_prompts
         self._lengths = dataclasses.replace(prompts.lengths, context=context)
-        self._more_eos = end_of_turn(cfg, tokenizer)
-        self._eos = [*TokenIds().tokens(cfg.eos_token_id), *self._more_eos]
+        ended = with_end_of_turn(cfg, tokenizer)
+        self._eos, self._more_eos = eos_list(ended.eos_token_id), ended is not cfg
         self._renderer = Renderer(tokenizer, thoughts)
         self._tokenizers: dict[tuple[str, ...], Tokenizer] = {(): tokenizer}  # by the special tokens in a grammar
         self.encoder = Encoder(tokenizer, prompts.options.width)
@@ -272,7 +271,7 @@ class Reader:
                 raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._compiled((kind, value), "the pattern", lambda: read_regex(value), prompt, None)
+            return self._compiled((kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
         return self._compiled(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
@@ -281,21 +280,21 @@ class Reader:
         self,
         key: Any,
         name: str,
-        read: Callable[[], Expression],
+        read: Callable[[], Grammar],
         prompt: Rendered | None,
         left_out: list[str] | None,
     ) -> Wanted:
-        """Return the grammar for an expression; the thought of an answer to `prompt` may come before its text.
+        """Return the grammar that `read` reads; the thought of an answer to `prompt` may come before its text.
 
         `read` adds what cannot be enforced to `left_out`, if this is a list.
         """
         before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
         tokenizer = self._tokenizers.setdefault(marks, Spelled(self.tokenizer, marks)) if marks else self.tokenizer
 
-        def build() -> Grammar:
-            expression, vocab = sequence(before or EMPTY, read()), self.cfg.model.vocab_size
-            automaton = TokenAutomaton.from_expression(expression, tokenizer, name=name, vocab_size=vocab)
-            return Grammar(automaton, left_out or ())
+        def build() -> CompiledGrammar:
+            grammar, vocab = read() if before is None else before + read(), self.cfg.model.vocab_size
+            automaton = TokenAutomaton.from_expression(grammar, tokenizer, name=name, vocab_size=vocab)
+            return CompiledGrammar(automaton, left_out or ())
 
         return Wanted((key, None if prompt is None else prompt.key, left_out is None), build)
 
@@ -357,7 +356,6 @@ def _keys(seed: int | None, count: int) -> list[jax.Array]:
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     try:
-        key = seed_key(seed)
+        return seed_keys(seed, count)
     except InputError as error:
         raise ApiError(400, str(error), "seed") from error
-    return [key, *(jax.random.fold_in(key, number) for number in range(1, count))]

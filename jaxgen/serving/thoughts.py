@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxgen.grammar.expression import Expression, Repeat, choice, sequence
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.free_text import free_text
 
 
@@ -31,16 +31,16 @@ def is_open(prompt: str, tags: Tags, own: str = "") -> bool:
     return prompt.rstrip().endswith(tags.opening)
 
 
-def before(tags: Tags, prompt: str, opened: bool) -> Expression | None:
-    """Return the expression for the thought before a text that has a grammar, or None if no thought can follow.
+def before(tags: Tags, prompt: str, opened: bool) -> Grammar | None:
+    """Return the grammar of the thought before a text that has a grammar, or None if no thought can follow.
 
     If the prompt opens the thought, it must be closed first. If the prompt ends with a closed thought, there is no
     other. Otherwise, the model decides whether it thinks.
     """
     if not opened and prompt.rstrip().endswith(tags.closing):
         return None
-    rest = sequence(free_text(tags.closing), tags.closing, choice(["", "\n", "\n\n"]))
-    return rest if opened else Repeat(sequence(tags.opening, rest), 0, 1)
+    rest = free_text(tags.closing) + tags.closing + Grammar.choice(["", "\n", "\n\n"])
+    return rest if opened else (tags.opening + rest).repeat(0, 1)
 
 
 class ThoughtParser:

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.expression import Expression
-from jaxgen.grammar.keywords import plain
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
+from jaxgen.text.json_file import parse_json
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -83,11 +83,11 @@ class Tools:
         """
         return self.most_calls, json.dumps(self._parameters)
 
-    def grammar(self, form: Format, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for the calls if calls are forced.
+    def grammar(self, form: Format, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of the calls if calls are forced.
 
-        If `most_calls` is 1, or the format allows only one call, the expression stands for exactly one call. Otherwise,
-        it stands for one or more calls. `left_out` is as in `Format.grammar`.
+        If `most_calls` is 1, or the format allows only one call, its texts have exactly one call. Otherwise, they
+        have one or more calls. `left_out` is as in `Format.grammar`.
 
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
@@ -111,7 +111,9 @@ def _function(tool: Tool, where: str) -> Function:
         if function.parameters.get("type", "object") != "object":
             raise InputError(f"{where}.parameters.type must be 'object', got {shown(function.parameters['type'])}")
         try:
-            plain(function.parameters)  # rejects a schema that is not JSON, before the template or the grammar reads it
+            parse_json(json.dumps(function.parameters))  # before the template or the grammar reads them
+        except RecursionError as error:
+            raise InputError(f"{where}.parameters: not valid JSON: nested too deeply") from error
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return function

@@ -14,6 +14,7 @@ from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
 _DEEPEST = 200  # maximum nesting depth
+_KINDS = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 _MOST = 500_000  # maximum number of opening brackets; a parsed list or object takes far more memory than its JSON text
 
 
@@ -99,6 +100,13 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     if _is_deep(value):
         raise InputError("not valid JSON: nested too deeply")
     return value
+
+
+def types_of(value: Any) -> tuple[str, ...]:
+    """Return the types of a JSON value; an integer is also a number."""
+    if type(value) in _KINDS:
+        return (_KINDS[type(value)],)
+    return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
 
 
 def fetch_again(directory: Path, problems: Iterable[str]) -> list[str]:

@@ -12,11 +12,10 @@ from jaxgen import GenerationConfig, InputError
 from jaxgen.cli import many
 from jaxgen.cli.input_file import read_lines
 from jaxgen.cli.line_options import (
-    KEY_IMPL,
     check_lines,
     entries_for,
     in_batches,
-    own_config,
+    own_call,
     prompt_options,
     sizes_for,
 )
@@ -26,6 +25,7 @@ from jaxgen.config.kinds import Flag, Flags
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.results import Completion
+from jaxgen.request.keys import KEY_IMPL
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
 from jaxgen.request.running.engine_sizes import EngineSizes
@@ -128,7 +128,7 @@ def test_every_option_is_applied_or_refused(tmp_path, monkeypatch, name, cfg):
         assert applied_in_slots(line)
     else:
         assert applied_in_batches(line, name, monkeypatch)
-        assert name not in [option.name for option in own_config(line, cfg, TOK)[0].unread()]
+        assert name not in [option.name for option in own_call(line, cfg, TOK).cfg.unread()]
 
 
 def test_fields_that_are_not_options(tmp_path):

@@ -10,11 +10,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from jaxgen import Tokenizer, demo
+from jaxgen import Grammar, Tokenizer, demo
 from jaxgen.errors import InputError
 from jaxgen.grammar import row_parts, token_table
-from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
-from jaxgen.grammar.json_schema import read_schema
+from jaxgen.grammar.expression import NOTHING
 from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
 from jaxgen.grammar.within import within
 from tests.support.automata import matrix, of_matrix
@@ -116,9 +115,9 @@ def test_random_walks_are_json(tok):
         assert all(type(tag) is bool for tag in value["tags"])
 
 
-def test_expressions_may_have_schemas_and_fixed_text(tok):
-    expression = Repeat(sequence("<", read_schema(SCHEMA), ">"), 2, 2, Text(b"\n"))
-    automaton = TokenAutomaton.from_expression(expression, tok, vocab_size=len(tok) + 3)
+def test_grammars_may_have_schemas_and_fixed_text(tok):
+    grammar = ("<" + Grammar.json_schema(SCHEMA) + ">").repeat(2, 2, separator="\n")
+    automaton = TokenAutomaton.from_expression(grammar, tok, vocab_size=len(tok) + 3)
     assert automaton.vocab_size == len(tok) + 3
     for row in walk(automaton, len(tok) + 3, tok.eos_token_id, seed=2, steps=200):
         lines = tok.decode(row).split("\n")

@@ -120,3 +120,7 @@ def test_max_length_includes_the_prompt():
     assert beyond(5, 8) == 3
     with pytest.raises(InputError, match="the prompt has 8 tokens, and max_length=8 includes the prompt: raise it, or"):
         beyond(8, 8)
+    limits = Lengths(context=20, total=8)
+    assert (limits.budget(5, None), limits.budget(5, 7)) == (3, 7)
+    with pytest.raises(InputError, match="max_length=8 includes the prompt"):
+        limits.budget(8, None)

@@ -12,17 +12,17 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.stopping import check_stop
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving import grammars as module
-from jaxgen.serving.grammars import Grammar, Grammars, Wanted
+from jaxgen.serving.grammars import CompiledGrammar, Grammars, Wanted
 from tests.support.tokenizers import byte_level
 
 TOKENIZER = byte_level()
 
 
-def grammar(pattern: str) -> Grammar:
-    return Grammar(TokenAutomaton.from_regex(pattern, TOKENIZER), ())
+def grammar(pattern: str) -> CompiledGrammar:
+    return CompiledGrammar(TokenAutomaton.from_regex(pattern, TOKENIZER), ())
 
 
-def size(one: Grammar) -> int:
+def size(one: CompiledGrammar) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(one.automaton))
 
 
@@ -241,7 +241,7 @@ def test_large_grammars_can_be_stopped_soon(build):
 
         def slow():
             begun.set()
-            return Grammar(build(), ())
+            return CompiledGrammar(build(), ())
 
         task = asyncio.ensure_future(grammars.get(Wanted("slow", slow)))
         await asyncio.to_thread(begun.wait, 10)

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxgen.grammar.expression import EMPTY, sequence
+from jaxgen import Grammar
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.thoughts import PAIRS, ThoughtParser, before, is_open, tags_of
 from tests.support.automata import matrix
@@ -107,7 +107,7 @@ def test_the_prompt_may_open_the_thought(prompt, own, expected):
 def accepts(prompt, opened, text):
     """Return True if a text is complete for the grammar "yes" after the thought, and None if it is not allowed."""
     tok = byte_level()
-    made = TokenAutomaton.from_expression(sequence(before(THINK, prompt, opened) or EMPTY, "yes"), tok)
+    made = TokenAutomaton.from_expression((before(THINK, prompt, opened) or Grammar.text("")) + "yes", tok)
     (classes, table), state = matrix(made), int(made.start)
     for token in tok.encode(text, add_special_tokens=False):
         state = table[state, classes[token]]

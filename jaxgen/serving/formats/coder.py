@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
-from jaxgen.grammar.keywords import types_of
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import (
@@ -22,6 +21,7 @@ from jaxgen.serving.formats.reading import (
     parsed,
     until,
 )
+from jaxgen.text.json_file import types_of
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -65,14 +65,14 @@ class Coder(Format):
                 values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for calls on lines of their own, with the parameters in the order of the schema."""
-        calls = choice(
-            sequence(f"{name}>\n", *parameters(name, schema or {}, types, left_out))
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of calls on lines of their own, with the parameters in the order of the schema."""
+        calls = Grammar.choice(
+            Grammar.sequence(f"{name}>\n", *parameters(name, schema or {}, types, left_out))
             for name, schema in functions.items()
         )
-        call = sequence(f"{_OPENING}\n<function=", calls, f"</function>\n{_CLOSING}")
-        return Repeat(call, 1, most, Text(b"\n"))
+        call = f"{_OPENING}\n<function=" + calls + f"</function>\n{_CLOSING}"
+        return call.repeat(1, most, separator="\n")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls on lines of their own."""

@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.expression import Expression, Repeat, choice, sequence
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import schema_of
-from jaxgen.serving.free_text import any_but, free_text
+from jaxgen.serving.free_text import free_text
 
 DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
 ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value
@@ -40,7 +40,7 @@ def target(root: Mapping[str, Any], reference: Any) -> Any:
     return found
 
 
-def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[str] | None = None) -> list[Expression]:
+def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[str] | None = None) -> list[Grammar]:
     """Return the grammar of each parameter of a function, in the order of the schema; optional ones may be left out.
 
     `types` returns the types that a schema names. `left_out` is as in `schema_of`.
@@ -57,14 +57,14 @@ def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[s
         tags = []
         for key, value in properties(schema).items():
             text = _text(value, schema, f"{name}.parameters.properties.{key}", types, left_out)
-            tag = sequence(f"<parameter={key}>\n", text, f"\n{ENDS[0]}\n")
-            tags.append(tag if key in required else Repeat(tag, 0, 1))
+            tag = f"<parameter={key}>\n" + text + f"\n{ENDS[0]}\n"
+            tags.append(tag if key in required else tag.repeat(0, 1))
         return tags
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
 
 
-def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out: list[str] | None) -> Expression:
+def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out: list[str] | None) -> Grammar:
     """Return the grammar of a value: a string without quotation marks, or anything else as JSON."""
     for _ in range(DEEPEST):
         if isinstance(schema, dict) and "$ref" in schema:
@@ -80,7 +80,7 @@ def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out:
             raise InputError(
                 f"{where} allows {shown(cut[0])}, which contains a tag of the model's format: leave it out"
             )
-        return choice(texts)
+        return Grammar.choice(texts)
     named = types(schema, root)
     if named and "string" not in named:
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -95,5 +95,5 @@ def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out:
                 raise InputError(f"{reason}: leave it out")
             left_out.append(reason)
     if any(key in schema for key in _LENGTHS):
-        return Repeat(any_but("<"), schema.get("minLength", 0), schema.get("maxLength"))
+        return Grammar.any_character(but="<").repeat(schema.get("minLength", 0), schema.get("maxLength"))
     return free_text(*ENDS)

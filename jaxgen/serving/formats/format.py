@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.expression import Expression, Text
-from jaxgen.grammar.json_schema import MOST_FREE, read_schema
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.reading import SPACE, Broken, Call, Parts, Reading, Unknown, after_space, literal
 
 Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name
+_MOST_FREE = 2**13  # maximum size of the grammars of all arguments in which optional ones are in any order
 
 
 class Format(abc.ABC):
@@ -39,8 +39,8 @@ class Format(abc.ABC):
         """Read the calls after one opening, which is read too; a call of another function is `Unknown`."""
 
     @abc.abstractmethod
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for one to `most` calls (None for no limit).
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of one to `most` calls (None for no limit).
 
         What cannot be enforced is left out and added to the list `left_out`, if there is one.
 
@@ -61,7 +61,7 @@ class Format(abc.ABC):
         return given
 
 
-def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[str, Expression]:
+def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[str, Grammar]:
     """Return the grammar of each function's arguments as JSON; a function without a schema has no arguments.
 
     Optional arguments are in any order if the grammars of all functions together are not too large. `left_out` is as in
@@ -70,26 +70,26 @@ def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[s
     for any_order in (True, False):
         missing: list[str] | None = None if left_out is None else []
         found = {name: _arguments(name, schema, missing, any_order) for name, schema in functions.items()}
-        if sum(expression.size for expression in found.values()) <= MOST_FREE:
+        if sum(grammar.size for grammar in found.values()) <= _MOST_FREE:
             break
     if left_out is not None:
         left_out += missing or []
     return found
 
 
-def _arguments(name: str, schema: dict[str, Any] | None, left_out: list[str] | None, any_order: bool) -> Expression:
+def _arguments(name: str, schema: dict[str, Any] | None, left_out: list[str] | None, any_order: bool) -> Grammar:
     if schema is None:
-        return Text(b"{}")
+        return Grammar.text("{}")
     try:
         return schema_of({"type": "object", **schema}, f"{name}.parameters", left_out, any_order)
     except InputError as error:
         raise InputError(f"the tool {name}: {error}") from error
 
 
-def schema_of(schema: Any, name: str, left_out: list[str] | None, any_order: bool = True) -> Expression:
+def schema_of(schema: Any, name: str, left_out: list[str] | None, any_order: bool = True) -> Grammar:
     """Read a schema; what cannot be enforced is an error, or added to the list `left_out` if there is one."""
     unsupported = "error" if left_out is None else "warn"
-    return read_schema(schema, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order)
+    return Grammar.json_schema(schema, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order)
 
 
 class CallParser:

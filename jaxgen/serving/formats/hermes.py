@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
 
@@ -25,14 +25,13 @@ class Hermes(Format):
         yield from literal(CLOSING, (yield from after_space()), may_end=True)
         return [call_of(parsed(text), functions)]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for calls on lines of their own."""
-        calls = choice(
-            sequence(f'"{name}", "arguments": ', expression)
-            for name, expression in arguments(functions, left_out).items()
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of calls on lines of their own."""
+        calls = Grammar.choice(
+            f'"{name}", "arguments": ' + grammar for name, grammar in arguments(functions, left_out).items()
         )
-        call = sequence(f'{OPENING}\n{{"name": ', calls, f"}}\n{CLOSING}")
-        return Repeat(call, 1, most, Text(b"\n"))
+        call = f'{OPENING}\n{{"name": ' + calls + f"}}\n{CLOSING}"
+        return call.repeat(1, most, separator="\n")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls on lines of their own."""

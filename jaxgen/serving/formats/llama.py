@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxgen.grammar.expression import Expression, choice, sequence
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
 
@@ -37,13 +37,12 @@ class Llama(Format):
         text = yield from json_text(char)
         return [call_of(parsed(text), functions, "parameters")]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for one call; `most` is always 1."""
-        calls = choice(
-            sequence(f'"{name}", "parameters": ', expression)
-            for name, expression in arguments(functions, left_out).items()
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of one call; `most` is always 1."""
+        calls = Grammar.choice(
+            f'"{name}", "parameters": ' + grammar for name, grammar in arguments(functions, left_out).items()
         )
-        return sequence('{"name": ', calls, "}")
+        return '{"name": ' + calls + "}"
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls, separated by semicolons."""

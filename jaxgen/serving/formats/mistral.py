@@ -10,8 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
-from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import (
     Broken,
@@ -57,14 +56,13 @@ class MistralList(Format):
         text = yield from json_text(end if end == "{" else (yield from after_space()))
         return [call_of({"name": name.strip(), "arguments": parsed(text), "id": given}, functions)]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for a list of calls."""
-        calls = choice(
-            sequence(f'"{name}", "arguments": ', expression)
-            for name, expression in arguments(functions, left_out).items()
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of a list of calls."""
+        calls = Grammar.choice(
+            f'"{name}", "arguments": ' + grammar for name, grammar in arguments(functions, left_out).items()
         )
-        items = Repeat(sequence('{"name": ', calls, "}"), 1, most, Text(b", "))
-        return sequence(_OPENING, choice(["", " "]), "[", items, "]")
+        items = ('{"name": ' + calls + "}").repeat(1, most, separator=", ")
+        return Grammar.sequence(_OPENING, Grammar.choice(["", " "]), "[", items, "]")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return a list of calls."""
@@ -95,12 +93,12 @@ class MistralNamed(MistralList):
 
     shows = (_OPENING, _ARGUMENTS)
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for calls, one after another."""
-        calls = choice(
-            sequence(f"{name}{_ARGUMENTS}", expression) for name, expression in arguments(functions, left_out).items()
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of calls, one after another."""
+        calls = Grammar.choice(
+            f"{name}{_ARGUMENTS}" + grammar for name, grammar in arguments(functions, left_out).items()
         )
-        return Repeat(sequence(_OPENING, calls), 1, most)
+        return (_OPENING + calls).repeat(1, most)
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls, one after another."""
@@ -112,14 +110,13 @@ class MistralIdentified(MistralNamed):
 
     shows = (_OPENING, _ID, _ARGUMENTS)
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Expression:
-        """Return the expression for calls with ids, one after another."""
-        given = read_regex("[a-zA-Z0-9]{9}")
-        calls = choice(
-            sequence(f"{name}{_ID}", given, _ARGUMENTS, expression)
-            for name, expression in arguments(functions, left_out).items()
+    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of calls with ids, one after another."""
+        given = Grammar.regex("[a-zA-Z0-9]{9}")
+        calls = Grammar.choice(
+            f"{name}{_ID}" + given + _ARGUMENTS + grammar for name, grammar in arguments(functions, left_out).items()
         )
-        return Repeat(sequence(_OPENING, calls), 1, most)
+        return (_OPENING + calls).repeat(1, most)
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls with their ids, one after another."""
