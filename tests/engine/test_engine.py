@@ -329,8 +329,8 @@ def test_the_error_of_a_prompt_is_its_result():
     sizes = {"slots": 2, "prompt_width": WIDTH, "prompt_options": ["suppress_tokens"]}
     done = list(generate_many(PARAMS, prompts, None, cfg, **sizes, ordered=True))
     assert [completion.index for completion in done] == [0, 1, 2, 3, 4, 5]
-    assert "ids must be a list" in done[5].error
-    assert "the prompt contains the id 999" in done[0].error
+    assert "the prompt must be a list of token ids" in done[5].error
+    assert "the prompt contains the token 999" in done[0].error
     assert done[1].error is None
     assert len(done[1].tokens) > 1
     assert "every token is banned" in done[2].error
