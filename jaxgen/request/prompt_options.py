@@ -140,6 +140,8 @@ def per_prompt_options() -> list[str]:
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
     """Return the options that need one value per prompt: `do_sample`, those in `options`, and those `cfg` turns on."""
     possible = per_prompt_options()
+    if isinstance(options, str):
+        raise TypeError(f"prompt_options must be a list of names, got {options!r}")
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
     needed = {"do_sample", *options, *(["min_new_tokens"] if cfg.on("min_length") else [])}
@@ -163,7 +165,11 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
         # The value may be padded with unused entries. Only the used entries have to fit into the engine's table.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):
-            raise ConfigError(f"{name} has {used.tolist()} entries, but the engine's table has {list(off.shape)}")
+            count, space = (" x ".join(map(str, shape)) for shape in (used, off.shape))
+            raise ConfigError(
+                f"{name} has {count} entries, but the engine has space for {space}: pass fewer or shorter ones, or "
+                "create the engine with larger id_entries, or with a value of this size in its config"
+            )
         value = value[tuple(map(slice, used))]
     leaf = np.array(off)
     leaf[tuple(map(slice, value.shape))] = value

@@ -24,7 +24,7 @@ from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.exchange import Sending, receive_body
-from jaxgen.serving.http_errors import ApiError, api_error
+from jaxgen.serving.http_errors import ApiError, about, api_error, renaming
 from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
@@ -44,7 +44,7 @@ from jaxgen.serving.protocol import (
 )
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked, Reader
-from jaxgen.serving.response_input import chat_request, conversation, read_request, references, renaming
+from jaxgen.serving.response_input import RENAMED, chat_request, conversation, read_request, references
 from jaxgen.serving.response_records import Deleted, Item
 from jaxgen.serving.response_store import ResponseStore
 from jaxgen.serving.response_stream import ResponseStream
@@ -242,7 +242,8 @@ class Service:
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any, int], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = await self._read(http, lambda body: decode(body, kind))
-        live = await self._begin(http, request, read)
+        with renaming(request.renamed):
+            live = await self._begin(http, request, read)
         replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:
             scored = await self._answering.until_left(http, self._answering.scored(live.asked), live)
@@ -272,7 +273,7 @@ class Service:
 
         reading = in_thread(self._answering.pool_for(account.bytes), read)
         items, chat = await self._answering.until_left(http, reading)
-        with renaming():
+        with renaming(RENAMED):
             live = await self._begin(http, chat, self._reader.chat, repeated=repeated, copies=_COPIES)
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
         events = self._answering.response_events(writer, live, items, self._responses)
@@ -327,7 +328,9 @@ class Service:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "pass either prompt or messages")
         if asked.prompt is None:
-            ids = self._reader.conversation(asked, Tools.of(asked.tools, None, None))
+            with about("tools"):
+                tools = Tools.of(asked.tools, None, None)
+            ids = self._reader.conversation(asked, tools)
         else:
             ids = self._reader.encoder.encode(asked.prompt, "prompt", asked.add_special_tokens)
         account.add(_TOKEN * len(ids))

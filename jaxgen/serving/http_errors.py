@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxgen.engine.home import EngineClosed
@@ -23,6 +23,7 @@ _FIELDS = {
     "eos_token_id": "stop_token_ids",
     "sequence_bias": "logit_bias",
     "bad_words_ids": "bad_words",
+    "do_sample=False": "temperature=0",
 }
 _SAME = (
     "temperature",
@@ -33,8 +34,10 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "tool_choice",
 )
-_OPTION = re.compile(rf"\b({'|'.join((*_FIELDS, *_SAME))})\b")
+# A name in quotes, or after a dot, is part of a value: for example, a property in a schema.
+_OPTION = re.compile(rf"(?<!['\".])\b({'|'.join((*_FIELDS, *_SAME))})\b")
 _log = logging.getLogger("jaxgen.serving")
 
 
@@ -76,6 +79,19 @@ def about(field: str) -> Iterator[None]:
         yield
     except (JaxgenError, TypeError) as error:
         raise api_error(error, field) from error
+
+
+@contextlib.contextmanager
+def renaming(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
+    """Replace what matches a pattern in the errors that the block raises, and in the fields that they name."""
+    try:
+        yield
+    except (ApiError, JaxgenError, TypeError) as error:
+        found = api_error(error)
+        text, param = found.message, found.param or ""
+        for pattern, name in names:
+            text, param = pattern.sub(name, text), pattern.sub(name, param)
+        raise ApiError(found.status, text, param or None, found.headers) from error
 
 
 def api_error(error: BaseException, field: str | None = None) -> ApiError:

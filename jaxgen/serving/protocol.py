@@ -7,6 +7,7 @@ Messages and tools may have other fields, which are ignored: clients add many th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from jaxgen.serving.http_errors import ApiError
 from jaxgen.text.json_file import parse_json
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
+_MAX_TOKENS = re.compile(r"\bmax_tokens\b")
 _PATH = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {
     "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
@@ -117,6 +119,11 @@ class Common(Generated, kw_only=True):
     suffix: str | None = None
     use_beam_search: bool | None = None
     web_search_options: Any = None
+
+    @property
+    def renamed(self) -> Sequence[tuple[re.Pattern[str], str]]:
+        """The names in errors, as patterns, that differ from those of this request's fields."""
+        return ()
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -246,6 +253,11 @@ class ChatRequest(Common, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+
+    @property
+    def renamed(self) -> Sequence[tuple[re.Pattern[str], str]]:
+        """The names in errors, as patterns, that differ from those of this request's fields."""
+        return () if self.max_completion_tokens is None else ((_MAX_TOKENS, "max_completion_tokens"),)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

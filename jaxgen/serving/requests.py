@@ -128,8 +128,10 @@ class Reader:
         """Read a request for chat completions; `adapter` is as in `completion`."""
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-        tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
-        prompt = self._renderer.prompt(request, tools)
+        with about("tools"):
+            tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        with about("messages"):
+            prompt = self._renderer.prompt(request, tools)
         ids = self.encoder.encode(prompt.text, "messages")
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
@@ -139,7 +141,9 @@ class Reader:
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
         """Return the ids of the conversation in a request."""
-        return self.encoder.encode(self._renderer.prompt(request, tools).text, "messages")
+        with about("messages"):
+            text = self._renderer.prompt(request, tools).text
+        return self.encoder.encode(text, "messages")
 
     def _asked(
         self,
@@ -246,13 +250,15 @@ class Reader:
         given = {name: structure for name, structure in given.items() if structure is not None}
         if prompt is not None and prompt.tools is not None and prompt.tools.forced:
             if given:
-                raise ApiError(400, f"{min(given)} cannot be combined with a tool_choice that requires a tool call")
+                text = f"{min(given)} cannot be combined with a tool_choice that requires a tool call"
+                raise ApiError(400, text, min(given))
             tools, form = prompt.tools, prompt.form
             key = (type(form).__name__, tools.key)
             name = "the grammar of the tool calls"
-            return self._compiled(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
+            wanted = self._compiled(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
+            return dataclasses.replace(wanted, field="tools")
         if len(given) > 1:
-            raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
+            raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them", min(given))
         if not given:
             return None
         [(name, structure)] = given.items()
@@ -268,7 +274,8 @@ class Reader:
         [(kind, value)] = asked.items()
         if kind == "choice":
             if not value or not all(value):
-                raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
+                where = name if name == "guided_choice" else f"{name}.choice"
+                raise ApiError(400, f"{where} must have texts, and none may be empty", where)
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
             return self._compiled((kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
 
-from jaxgen.errors import JaxgenError
-from jaxgen.serving.http_errors import ApiError, api_error
+from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatRequest, Generated, decode
 from jaxgen.serving.response_records import (
     AllowedTools,
@@ -72,10 +70,10 @@ _ALLOWED = {
 }
 _INVALID = re.compile(r"Invalid (?:enum )?value (.*) - at `\$\.?(.*?)`$", re.DOTALL)
 # Names in the errors of requests for chat completions, and what the fields are called here.
-_RENAMED = [
+RENAMED = [
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\bresponse_format(\.json_schema\.schema)?\b"), "text.format"),
-    (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
+    (re.compile(r"(\btools\[\d+\]|\btool_choice)\.function\b"), r"\1"),
     (re.compile(r"^messages\b"), "input"),
 ]
 
@@ -129,23 +127,6 @@ def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest
         case SchemaFormat(schema=schema):
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
-
-
-@contextlib.contextmanager
-def renaming() -> Iterator[None]:
-    """Let errors in the block name the fields of the Responses API."""
-    try:
-        yield
-    except (ApiError, JaxgenError, TypeError) as error:
-        found = api_error(error)
-        param = found.param and _renamed(found.param)
-        raise ApiError(found.status, _renamed(found.message), param, found.headers) from error
-
-
-def _renamed(text: str) -> str:
-    for pattern, name in _RENAMED:
-        text = pattern.sub(name, text)
-    return text
 
 
 def conversation(request: ResponseRequest, previous: bytes | None, stored: Mapping[str, bytes]) -> list[Item]:

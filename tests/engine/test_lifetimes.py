@@ -113,7 +113,7 @@ calls += [lambda: made.free_places, handle.result, lambda: next(iter(handle)), h
 calls += [lambda: made.follow({"ids": [50]}, None, 0)]
 
 def hold_locks():  # a thread may hold any lock while the process forks
-    with made._changed, handle._changed, done._changed:
+    with made._changed, handle._results.changed, done._results.changed:
         held.set()
         forked.wait()
 

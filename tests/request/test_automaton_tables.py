@@ -83,6 +83,14 @@ def test_grammars_wait_for_a_full_table_without_any_work(monkeypatch):
     assert table.enter("third", third) is not None
 
 
+def test_a_grammar_without_transitions_takes_no_space_of_others():
+    table = table_of(40)
+    states = {text: table.enter(text, grammar(text)) for text in ("", "yes", "no")}
+    assert accepts(table.joint, 0, "anything at all")
+    for name, state in states.items():
+        assert [text for text in states if accepts(table.joint, state, text)] == [name]
+
+
 def test_a_stack_may_enter():
     """A stack has one initial state per prompt, so that of one automaton has shape [1]."""
     table, letters, digits = table_of(40), grammar("[a-c]{1,8}"), grammar("[0-9]{2,4}")

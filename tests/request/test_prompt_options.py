@@ -90,6 +90,8 @@ def test_a_reader_with_few_options():
         reader.read({"ids": [5], "top_p": 0.5})
     with pytest.raises(ConfigError, match="prompt_options has num_beams, which is not an option of a prompt: eos_"):
         PromptOptions(CFG, 8, ["num_beams"])
+    with pytest.raises(TypeError, match="prompt_options must be a list of names, got 'top_p'"):
+        PromptOptions(CFG, 8, "top_p")
 
 
 @pytest.mark.parametrize(

@@ -430,7 +430,7 @@ class TestInput:
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
 REFUSED = [
     ({}, "input"),
-    ({"input": []}, None),
+    ({"input": []}, "input"),
     ({"input": 3}, "input"),
     ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
     ({"input": [IMAGE]}, "input[0].content[0].type"),

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import json
+import re
 import time
 
 import httpx
@@ -33,6 +34,13 @@ WEATHER = {
         },
     },
 }
+EXTREME = {
+    "type": "function",
+    "function": {
+        "name": "extreme",
+        "parameters": {"type": "object", "properties": {"max_new_tokens": {"type": "stone"}}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,11 @@ def refused(http, path="/v1/completions", status=400, **fields) -> dict:
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
+
+
+def field_of(error) -> str:
+    """Return the field of the request that an error names."""
+    return re.split(r"[.\[]", error["param"])[0]
 
 
 def events(http, path, **fields) -> list[dict]:
@@ -328,7 +341,7 @@ def test_numbers_at_their_bounds(http):
         ({"unheard_of": 1}, "unheard_of is not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
         ({"stream_options": {"chunk": 1}, "stream": True}, "stream_options.chunk is not supported"),
-        ({"temperature": -1}, "temperature"),
+        ({"temperature": -1}, "temperature must be > 0 and finite (for greedy decoding set temperature=0), got -1.0"),
         ({"temperature": "hot"}, "temperature: expected"),
         ({"temperature": 1e-46}, "got 1e-46, which is 0 in float32"),
         ({"repetition_penalty": 1e39}, "got 1e+39, which is too large for float32"),
@@ -350,7 +363,8 @@ def test_numbers_at_their_bounds(http):
         ({"structured_outputs": {}}, "exactly one"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"type": "object", "not": {}}}}, "not"),
-        ({"structured_outputs": {"regex": "a{300}b{300}"}}, "raise max_tokens"),
+        ({"structured_outputs": {"regex": "a{300}b{300}"}, "max_tokens": 9}, "raise max_tokens"),
+        ({"guided_choice": [""]}, "guided_choice must have texts"),
         ({"structured_outputs": {"regex": "(a{30}){3000}"}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),
         ({"prompt": []}, "at least one prompt"),
@@ -369,6 +383,7 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
     error = refused(http, **{"prompt": "A", **fields})
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
+    assert field_of(error) in fields
 
 
 @pytest.mark.parametrize(
@@ -376,10 +391,12 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
     [
         ({"messages": []}, "messages must have at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
-        ({"messages": [{"role": "wizard", "content": "A"}]}, "wizard"),
+        ({"messages": [{"role": "temperature", "content": "A"}]}, "message 0 has the role 'temperature'"),
         ({"functions": []}, "functions is not supported: use tools"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"tools": []}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name is"),
+        ({"tools": [EXTREME], "tool_choice": "required"}, "extreme.parameters.properties.max_new_tokens: type must be"),
         ({"tool_choice": "auto"}, "tool_choice"),
         (
             {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
@@ -400,12 +417,16 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
         ({"echo": True}, "echo is not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs must not have messages"),
         ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens is 1000000"),
+        ({"max_completion_tokens": 2, "guided_regex": "a{300}b{300}"}, "raise max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"audio": {}}, "audio is not supported: only text"),
     ],
 )
 def test_what_a_chat_cannot_have(http, fields, words):
-    assert words in refused(http, "/v1/chat/completions", **{"messages": MESSAGES, **fields})["message"]
+    error = refused(http, "/v1/chat/completions", **{"messages": MESSAGES, **fields})
+    assert words in error["message"]
+    assert field_of(error) in fields
 
 
 @pytest.mark.parametrize("prompt", ["", "a" * 500])

@@ -115,7 +115,8 @@ class Table(abc.ABC):
             for entry in sorted(self._entries.values(), key=lambda entry: entry.first[space]):
                 if entry.first[space] - first >= size:
                     break
-                first = entry.first[space] + entry.sizes[space]
+                # An automaton of size 0 may have the same first index as a larger one.
+                first = max(first, entry.first[space] + entry.sizes[space])
             if total - first < size:
                 return None
             found.append(first)
