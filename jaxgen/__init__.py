@@ -15,7 +15,6 @@ _NAMES = {
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stop_reasons": "StopReason",
     "engine.engine": "Engine",
-    "engine.engine_sizes": "EngineSizes",
     "engine.home": "EngineClosed",
     "engine.many_prompts": "generate_many",
     "engine.results": "Completion Event Handle QueueFull",
@@ -42,6 +41,7 @@ _NAMES = {
     "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
     "precompile": "warmup",
+    "request.running.engine_sizes": "EngineSizes",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(("load_adapter", "load_hf", "save_adapter", "save_hf"), "convert")
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from jaxgen.decoding.logprobs import LogProbs as LogProbs
     from jaxgen.decoding.stop_reasons import StopReason as StopReason
     from jaxgen.engine.engine import Engine as Engine
-    from jaxgen.engine.engine_sizes import EngineSizes as EngineSizes
     from jaxgen.engine.home import EngineClosed as EngineClosed
     from jaxgen.engine.many_prompts import generate_many as generate_many
     from jaxgen.engine.results import (
@@ -99,6 +98,7 @@ if TYPE_CHECKING:
     from jaxgen.model.sharding import shard_params as shard_params
     from jaxgen.output import GenerateOutput as GenerateOutput
     from jaxgen.precompile import warmup as warmup
+    from jaxgen.request.running.engine_sizes import EngineSizes as EngineSizes
     from jaxgen.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
     from jaxgen.scoring.embedding import embed as embed
     from jaxgen.scoring.many import TokenScores as TokenScores, score_many as score_many

@@ -21,30 +21,22 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, check_arguments, functions
-from jaxgen.decoding.hook import StepHook
+from jaxgen.decoding.extensions import Extensions, HostCalls, check_arguments
 from jaxgen.errors import InputError
-from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
-from jaxgen.request.checks import check_call, check_tokenizer
+from jaxgen.request.checks import check_call
 from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_fitting, run_watched, run_whole
+from jaxgen.request.extensions import extensions_of
 from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.text.streaming import TextStreamer
-
-# The methods of a `StepHook` and their arguments.
-_HOOK = {
-    "init": ("history",),
-    "before": ("state", "history", "inputs"),
-    "after": ("state", "history", "output"),
-}
 
 
 @with_hints
@@ -178,30 +170,6 @@ def prefill(
         return cut_continuation(call, prefill_only(call.run, call.request))
 
     return run_fitting(partial(prepared, eager=True), run)
-
-
-def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
-    """Return the caller's functions and the automaton for the stop strings. The arguments are as in `generate`."""
-    return Extensions(
-        processors=() if logits_processor is None else functions("logits_processor", logits_processor),
-        criteria=() if stopping_criteria is None else functions("stopping_criteria", stopping_criteria),
-        stop_strings=None if cfg.stop_strings is None else _stop_strings(cfg, tokenizer),
-        hook=None if hook is None else _hook(hook),
-    )
-
-
-def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings:
-    assert cfg.stop_strings is not None
-    check_tokenizer(tokenizer)
-    return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
-
-
-def _hook(given):
-    if not isinstance(given, StepHook):
-        raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
-    for name, arguments in _HOOK.items():
-        check_arguments(f"hook's {name}", getattr(given, name), *arguments)
-    return as_pytree(given)
 
 
 def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> None:

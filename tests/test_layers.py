@@ -16,7 +16,7 @@ FLOORS = (
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring", "precompile"},
+    {"generation", "scoring", "precompile", "flat_call"},
     {"engine"},
     {"serving"},
     {"demo", "cli", "evaluate"},

@@ -45,7 +45,6 @@ from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.ends import with_end_of_turn
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.rng import seed_key
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -57,6 +56,7 @@ from jaxgen.request.checks import check_room
 from jaxgen.request.inputs import check_vocabulary
 from jaxgen.request.lengths import Lengths, beyond
 from jaxgen.request.prompt_options import not_in_slots
+from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded

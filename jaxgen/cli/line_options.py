@@ -16,14 +16,14 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Text
 from jaxgen.decoding.rng import folded, seed_words
-from jaxgen.engine.automaton_tables import with_space_for
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.request.fields import GRAMMARS, OF_HOST, translated, with_own
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions, per_prompt_options
+from jaxgen.request.running.automaton_tables import with_space_for
+from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.text.tokenizer import Tokenizer
 
 KEY_IMPL = "threefry2x32"  # of the keys that --seed gives

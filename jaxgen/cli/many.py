@@ -31,7 +31,6 @@ from jaxgen.cli.timing import Stats
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.many_prompts import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
@@ -39,6 +38,7 @@ from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
 from jaxgen.request.fields import GRAMMARS
+from jaxgen.request.running.engine_sizes import EngineSizes
 
 
 def write_answers(

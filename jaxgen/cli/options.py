@@ -19,11 +19,11 @@ from jaxgen.cli.size_options import add_size
 from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Layers, OneOf, Text
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 from jaxgen.remote import is_url
+from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from jaxgen import arguments
 from jaxgen.cli.size_options import add_size
-from jaxgen.engine.engine_sizes import SIZES, EngineSizes
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
+from jaxgen.request.running.engine_sizes import SIZES, EngineSizes
 from jaxgen.serving.keys import check_key
 from jaxgen.serving.limits import Limits
 

@@ -209,9 +209,9 @@ class Continuations:
     parents: jax.Array
     tokens: jax.Array
 
-    def take(self, places: jax.Array) -> Continuations:
-        """Return the continuations at the indices `places int32[S, m]`."""
-        return jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), self)
+    def take(self, indices: jax.Array) -> Continuations:
+        """Return the continuations at the indices `indices int32[S, m]`."""
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, indices, axis=1), self)
 
     def only(self, kept: jax.Array) -> Continuations:
         """Set the totals of continuations to -inf where `kept bool[S, n]` is False."""
@@ -276,8 +276,8 @@ class Step:
     def best(self, continuations: Continuations) -> jax.Array:
         """Return the indices of the k best continuations, int32[S, k], best first; in a finished search, 0 to k - 1."""
         count = self.totals.shape[1]
-        places = lax.top_k(continuations.totals, count)[1]
-        return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
+        indices = lax.top_k(continuations.totals, count)[1]
+        return jnp.where(self.live[:, None], indices, jnp.arange(count, dtype=jnp.int32)[None, :])
 
     def extend(self, continuations: Continuations) -> Rows:
         """Return the S * n rows of continuations, without log-probabilities."""
@@ -401,6 +401,6 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
 
     def chosen(*parts: jax.Array) -> jax.Array:
         joined = jnp.concatenate([x.reshape(groups, -1, *x.shape[1:]) for x in parts], axis=1)
-        return jax.vmap(lambda group, place: group[place])(joined, index).reshape(groups * count, *joined.shape[2:])
+        return jax.vmap(lambda group, at: group[at])(joined, index).reshape(groups * count, *joined.shape[2:])
 
     return scores, jax.tree.map(chosen, *(tree for _, tree in pools))

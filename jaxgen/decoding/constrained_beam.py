@@ -45,16 +45,16 @@ class ConstrainedBeamSearch(BeamSearch):
             ended, met = step.ended(rows), _state(rows).complete.reshape(joined.tokens.shape)
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
         searches, number = candidates.tokens.shape
-        open_places = step.best(candidates.only(~ended[:, :number]))
+        open_indices = step.best(candidates.only(~ended[:, :number]))
         # As in transformers, a candidate that ends becomes a result only if it is among the first k candidates.
         first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
         with jax.named_scope("constrain"):
-            known = jnp.concatenate([first[:, :count], open_places], axis=1)
+            known = jnp.concatenate([first[:, :count], open_indices], axis=1)
             new = _are_new(step, proposals, candidates.take(known))
-            places = _in_turn(joined.only(~ended), banks, open_places, new & ~ended[:, number:])
+            indices = _in_turn(joined.only(~ended), banks, open_indices, new & ~ended[:, number:])
         results = joined.only(ended & met & jnp.concatenate([first < count, new], axis=1))
         results = results.take(lax.top_k(results.totals, count)[1])
-        running = joined.only(~ended).take(jnp.where(step.live[:, None], places, open_places))
+        running = joined.only(~ended).take(jnp.where(step.live[:, None], indices, open_indices))
         beams, parents = step.finish(results, running, candidates.totals[:, 0])
         return beams, parents, step.totals.reshape(logits.shape)
 
@@ -114,20 +114,20 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
     """
     count, last = best.shape[1], joined.tokens.shape[1]
     proposed = jnp.arange(last - new.shape[1], last, dtype=jnp.int32)[None, :]
-    places = jnp.concatenate([best, jnp.broadcast_to(proposed, new.shape)], axis=1)
+    indices = jnp.concatenate([best, jnp.broadcast_to(proposed, new.shape)], axis=1)
     valid = jnp.concatenate([jnp.ones(best.shape, bool), new], axis=1)
-    banks = jnp.take_along_axis(banks, places, axis=1)
+    banks = jnp.take_along_axis(banks, indices, axis=1)
     # As in transformers, the sort key of a continuation is its bank times 100, plus its score.
-    scores = (banks * 100).astype(jnp.float32) + joined.take(places).totals
+    scores = (banks * 100).astype(jnp.float32) + joined.take(indices).totals
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
-    valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
+    valid, banks, indices_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, indices))
     # If scores differ by more than 100, continuations of different banks can alternate in the sorted order. As in
     # transformers, ranks start again from 0 wherever neighboring entries of `banks` differ.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])
-    chosen = jnp.take_along_axis(places_in_order, jnp.argsort(rank, axis=1, stable=True)[:, :count], axis=1)
+    chosen = jnp.take_along_axis(indices_in_order, jnp.argsort(rank, axis=1, stable=True)[:, :count], axis=1)
     return jnp.where(jnp.any(new, axis=1, keepdims=True), chosen, best)
 
 

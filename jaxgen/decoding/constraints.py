@@ -24,7 +24,7 @@ class ConstraintState:
     """Progress of each row through the constraints.
 
     Attributes:
-        queue: int32[rows, C], each constraint's place in the queue, lowest first; -1 if the constraint is not pending.
+        queue: int32[rows, C], each constraint's rank in the queue, lowest first; -1 if the constraint is not pending.
         current: int32[rows], the constraint in progress, or -1.
         alternative: int32[rows], the first alternative of the current constraint that starts with the matched tokens.
         matched: int32[rows], the number of matched tokens.
@@ -105,10 +105,10 @@ class ConstraintAutomaton:
         current = jnp.where(busy, state.current, first)
         matched = jnp.where(busy, state.matched, 0) + 1
         ends = advanced & (matched == self.lengths[current, alternative])
-        place = jnp.where(advanced, -1, jnp.max(state.queue, axis=-1) + 1)
+        rank = jnp.where(advanced, -1, jnp.max(state.queue, axis=-1) + 1)
         changed = (jnp.arange(state.queue.shape[1])[None, :] == current[:, None]) & (busy | advanced)[:, None]
         pushed = ConstraintState(
-            queue=jnp.where(changed, place[:, None], state.queue),
+            queue=jnp.where(changed, rank[:, None], state.queue),
             current=jnp.where(advanced & ~ends, current, -1),
             alternative=alternative,
             matched=matched,
@@ -156,13 +156,13 @@ class ConstraintAutomaton:
             following = self._following(state, alternative, matched)
             continues = jnp.any((tokens[:, :, None] == following[:, None, :]) & (following >= 0)[:, None, :], axis=-1)
             continues &= valid & (number > newest[:, None])
-            found, place = jnp.any(continues, axis=-1), jnp.argmax(continues, axis=-1).astype(jnp.int32)
-            token = jnp.take_along_axis(tokens, place[:, None], axis=1)
+            found, index = jnp.any(continues, axis=-1), jnp.argmax(continues, axis=-1).astype(jnp.int32)
+            token = jnp.take_along_axis(tokens, index[:, None], axis=1)
             return (
                 jnp.where(found, jnp.argmax(following == token, axis=-1).astype(jnp.int32), alternative),
                 matched + found.astype(jnp.int32),
-                jnp.where(found, place, newest),
-                added | (found[:, None] & (number == place[:, None])),
+                jnp.where(found, index, newest),
+                added | (found[:, None] & (number == index[:, None])),
             )
 
         begin = state.alternative, state.matched, jnp.full(rows, -1, jnp.int32), jnp.zeros((rows, most), bool)

@@ -1,4 +1,4 @@
-"""Run the model over the prompts, in one pass or in chunks, and over the newest tokens of each row."""
+"""Run the model over the prompts, in one pass or in pieces, and over the newest tokens of each row."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class ModelInputs:
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
         """Return `size` columns, starting at `first` (int32[] or int32[rows]). Columns past the end are masked."""
         if first.ndim:
-            column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-            within = column < self.mask.shape[1]
-            column = jnp.where(within, column, 0)
-            columns = self._map_columns(lambda x: jax.vmap(lambda row, places: row[places])(x, column))
-            return dataclasses.replace(columns, mask=columns.mask & within)
+            columns = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+            within = columns < self.mask.shape[1]
+            columns = jnp.where(within, columns, 0)
+            inputs = self._map_columns(lambda x: jax.vmap(lambda row, at: row[at])(x, columns))
+            return dataclasses.replace(inputs, mask=inputs.mask & within)
         return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
 
     def padded(self, width: int) -> ModelInputs:
@@ -105,7 +105,7 @@ class Forward:
 def run_prompts(
     run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
 ) -> tuple[Forward, Rows]:
-    """Run the prompts through the model, in one pass or in chunks; return the logits at each row's last token.
+    """Run the prompts through the model, in one pass or in pieces; return the logits at each row's last token.
 
     Args:
         run: the constants of the run.
@@ -117,9 +117,9 @@ def run_prompts(
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
     last = jnp.maximum(tokens.length - 1, 0)
-    chunk = run.cfg.prefill_chunk_size
-    if chunk is not None and chunk < tokens.ids.shape[1]:
-        return _in_chunks(run, inputs, cache, last, chunk), rows
+    size = run.cfg.prefill_chunk_size
+    if size is not None and size < tokens.ids.shape[1]:
+        return _in_pieces(run, inputs, cache, last, size), rows
     return in_one_pass(run, inputs, cache, last, 0 if cache_is_empty else None), rows
 
 
@@ -252,17 +252,17 @@ def in_one_pass(
     return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
 
 
-def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, chunk: int) -> Forward:
-    """Run the tokens in chunks of columns, and return the logits in column `last int32[rows]`."""
+def _in_pieces(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, size: int) -> Forward:
+    """Run the tokens in pieces of `size` columns, and return the logits in column `last int32[rows]`."""
     model = run.model
     rows, width = inputs.mask.shape
-    inputs = inputs.padded(-(-width // chunk) * chunk)
+    inputs = inputs.padded(-(-width // size) * size)
 
-    def one(number: jax.Array, so_far: Forward) -> Forward:
-        first = number * chunk
-        column = jnp.clip(last - first, 0, chunk - 1)
-        read = in_one_pass(run, inputs.columns(first, chunk), so_far.cache, column)
-        is_here = (last // chunk == number)[:, None, None]
+    def one(piece: jax.Array, so_far: Forward) -> Forward:
+        first = piece * size
+        column = jnp.clip(last - first, 0, size - 1)
+        read = in_one_pass(run, inputs.columns(first, size), so_far.cache, column)
+        is_here = (last // size == piece)[:, None, None]
         logits, states = jax.tree.map(
             lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
         )
@@ -278,4 +278,4 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     if run.needs.final_states:
         hidden = jnp.zeros((rows // guidance.streams(run.cfg), inputs.mask.shape[1], model.hidden_size), model.dtype)
     begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
-    return fori_loop(0, jnp.max(last) // chunk + 1, one, begin)
+    return fori_loop(0, jnp.max(last) // size + 1, one, begin)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.rng import prompt_keys
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.shapes import repeat_rows

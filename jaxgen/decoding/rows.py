@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.request import Request
@@ -165,8 +165,8 @@ class Rows(RowState):
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
             sequences = self.count // x.shape[0]
-            places = rows if sequences == 1 else rows[::sequences] // sequences
-            return x.at[places].set(y, mode="drop", unique_indices=True)
+            target = rows if sequences == 1 else rows[::sequences] // sequences
+            return x.at[target].set(y, mode="drop", unique_indices=True)
 
         return jax.tree.map(write, self, source)
 

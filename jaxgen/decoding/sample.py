@@ -156,9 +156,9 @@ def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     best = jnp.where(best == -jnp.inf, 0.0, best)  # subtracted, because noise added to huge scores is lost to rounding
     highest = jnp.where(highest == -jnp.inf, 0.0, highest - best)
     sums = jnp.sum(jnp.exp(blocks - best - highest[:, None]), axis=-1)
-    block_key, place_key = jax.random.split(jax.random.fold_in(key, step))
+    block_key, index_key = jax.random.split(jax.random.fold_in(key, step))
     block = jax.random.categorical(block_key, jnp.log(sums) + highest).astype(jnp.int32)
-    return block * _BLOCK + jax.random.categorical(place_key, blocks[block] - best).astype(jnp.int32)
+    return block * _BLOCK + jax.random.categorical(index_key, blocks[block] - best).astype(jnp.int32)
 
 
 def draw_distinct(
@@ -181,5 +181,5 @@ def draw_distinct(
         are positions in the flattened scores of a search, from 0 to k * V - 1.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
-    drawn, places = sharded_top_k(scores + noise, most, mesh, scores)
-    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places
+    drawn, indices = sharded_top_k(scores + noise, most, mesh, scores)
+    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), indices

@@ -1,7 +1,7 @@
 """The reasons why a row ends.
 
 `ended` and `read_texts` determine most of the reasons, after each token. BAD_ID comes from `Rows.begin`, NO_TOKEN and
-NOT_A_NUMBER from the modes, TIME from request/driver.py, and CANCELLED from chunks.py.
+NOT_A_NUMBER from the modes, TIME from request/driver.py, and CANCELLED from continuous/chunks.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.run import Run
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton

@@ -1,6 +1,5 @@
-"""The engine: a decode loop that accepts new prompts while the loop runs.
+"""The engine: a thread that feeds prompts to a running loop and delivers the results.
 
-`Engine` accepts prompts from any thread, and `generate_many` answers the prompts of an iterable. `automaton_tables`
-contains the automata of prompts in flight. `schedule` decides what to send with each chunk and reads the chunk's
-results. `device_loop` owns the state and the compiled program.
+`Engine` accepts prompts from any thread, and `generate_many` answers the prompts of an iterable. `runner` is the
+thread. The loop itself is in `jaxgen.request.running`: its plan, its program, and what is sent with each chunk.
 """

@@ -8,30 +8,20 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxgen.config.availability import refuse_argument
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
-from jaxgen.engine.automaton_tables import grammar_capacity, tables_of
-from jaxgen.engine.device_loop import Device, Loop, committed
-from jaxgen.engine.engine_sizes import SIZES, EngineSizes
-from jaxgen.engine.prefix_index import Prefixes
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
-from jaxgen.engine.runner import STEPS, Runner
-from jaxgen.engine.schedule import Counts, Job, Schedule
+from jaxgen.engine.runner import Runner
 from jaxgen.errors import InputError, shown
-from jaxgen.generation import extensions_of
-from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.lowrank import adapter_count
-from jaxgen.model.sharding import mesh_of
 from jaxgen.progress import progress_bar
-from jaxgen.request.checks import check_call, check_key, typed_key
-from jaxgen.request.fields import LARGEST_INDEX, as_fields
-from jaxgen.request.prompt import Prompt, PromptReader
-from jaxgen.request.prompt_options import PromptOptions
+from jaxgen.request.prompt import Prompt
+from jaxgen.request.running.engine_sizes import SIZES, EngineSizes
+from jaxgen.request.running.plan import plan_of
+from jaxgen.request.running.schedule import Counts
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -89,36 +79,27 @@ class Engine:
         hook: StepHook | None = None,
         **own_sizes: int | None,
     ):
-        check_call(params, cfg)
         sizes = _sizes(sizes, own_sizes)
         self.cfg, self.tokenizer, self.sizes = cfg, tokenizer, sizes
         self.slots, self.prompt_width = sizes.slots, sizes.prompt_width
         self.id_entries, self.most_waiting = sizes.id_entries, sizes.most_waiting
-        key = typed_key(key)
-        check_key(key, cfg, 1)
-        self._has_key = key is not None
-        key = jax.random.key(0) if key is None else key
-        key_impl = str(jax.random.key_impl(key))
-        adapters = adapter_count(params)
-        options = PromptOptions(cfg, sizes.prompt_width, prompt_options, sizes.id_entries, adapters)
-        self.prompts = PromptReader(options, tokenizer, key_impl)
-        extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        prefixes = Prefixes.of(options.full, sizes, hook is not None)
-        loop = Loop.of(options, extensions, sizes.slots, steps=STEPS, key_impl=key_impl, stored=prefixes.places)
-        vocab = cfg.model.vocab_size
-        device = Device(params, loop, prefixes.bytes(options.full), grammar_capacity(sizes).bytes(vocab))
-        self._tables = tables_of(vocab, sizes, tokenizer, stop_in_prompt)
-        key_data = np.asarray(jax.random.key_data(key))
-        self._schedule = Schedule(self.prompts, self._tables, loop.places, sizes.slots, key_data, prefixes)
-        no_arrivals, tables = self._schedule.no_arrivals(), {name: table.joint for name, table in self._tables.items()}
-        mesh, processes = mesh_of(params), None
-        params = params if mesh is not None else committed(params, params)
-        if mesh is not None and mesh.is_multi_process:
-            arguments = repr((cfg, cfg.model, stop_in_prompt, sizes, prefixes.places))
-            processes = Processes(no_arrivals, tables, arguments)
-        device.open(params, no_arrivals, tables)
-        self._leads, self._next_index = processes is None or jax.process_index() == 0, 0
-        self._runner = Runner(self, device, self._schedule, self._tables, processes, self._leads, params)
+        self._plan = plan = plan_of(
+            params,
+            cfg,
+            key,
+            sizes,
+            tokenizer=tokenizer,
+            prompt_options=prompt_options,
+            stop_in_prompt=stop_in_prompt,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            hook=hook,
+        )
+        self.prompts, self._schedule = plan.prompts, plan.schedule()
+        processes = Processes(self._schedule, plan.identity) if plan.is_shared else None
+        params = plan.open(params, self._schedule)
+        self._leads = processes is None or jax.process_index() == 0
+        self._runner = Runner(self, plan, self._schedule, processes, self._leads, params)
         self._home, self._changed = self._runner.home, self._runner.changed
 
     @property
@@ -180,12 +161,10 @@ class Engine:
             QueueFull: too many prompts are waiting.
             EngineClosed: the engine is closed.
         """
-        fields = as_fields(prompt)
-        if both := fields.keys() & options.keys():
-            raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
+        read = self.prompts.read(prompt, **options)
         reader = EventReader(self.tokenizer)
         listener = None if on_event is None else lambda event: on_event(reader.read(event))
-        return self.follow(self.prompts.read({**fields, **options}), listener, timeout, group)
+        return self.follow(read, listener, timeout, group)
 
     def follow(
         self,
@@ -202,16 +181,11 @@ class Engine:
         self._home.check()
         if not self.leads:
             raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")
-        if prompt.options["do_sample"] and prompt.key is None and not self._has_key:
-            raise InputError("the prompt needs random numbers and the engine has no key: pass Engine(..., key=)")
-        automata = self._automata(prompt)
+        job = self._plan.job(prompt, group)
         with self._changed:
             self._wait_for_space(timeout)
-            index = self._next_index if prompt.index < 0 else prompt.index
-            prompt = dataclasses.replace(prompt, index=index)
-            self._next_index = max(self._next_index, index + 1) % (LARGEST_INDEX + 1)
-            job = Job(prompt, Results(prompt, listener), automata, group)
-            self._schedule.waiting.add(job)
+            self._schedule.add(job)
+            job.results = Results(job.prompt, listener)
             self._changed.notify_all()
         return Handle(job.results, self.tokenizer, self._runner.canceller(job), self._home)
 
@@ -224,21 +198,9 @@ class Engine:
             raise QueueFull(f"{self.most_waiting} prompts are waiting, the engine's maximum: submit it later")
         self._runner.check_open()
 
-    def _automata(self, prompt: Prompt) -> dict[str, tuple[Any, Any]]:
-        """Return the automata of a prompt, each with a key; equal automata have the same key."""
-        automata: dict[str, tuple[Any, Any]] = {}
-        if prompt.grammar is not None:
-            automata["allowed"] = id(prompt.grammar), prompt.grammar
-        if prompt.stop_strings is not None and self.tokenizer is not None:
-            stops = StopAutomaton.of(prompt.stop_strings, self.tokenizer, self.cfg.model.vocab_size)
-            automata["stop_strings"] = frozenset(prompt.stop_strings), stops
-        for name, (_, automaton) in automata.items():
-            self._tables[name].fits(automaton)
-        return automata
-
     def check_grammar(self, automaton: TokenAutomaton) -> None:
         """Raise an `InputError` if an automaton is larger than the engine's table of grammars allows."""
-        self._tables["allowed"].fits(automaton)
+        self._plan.check_grammar(automaton)
 
     def pause(self, finish: bool = False) -> None:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.
@@ -281,15 +243,10 @@ class Engine:
         the initial weights are version 0. With several processes, all must call this method.
         """
         self._home.check()
-        check_call(params, self.cfg)
         runner = self._runner
         with self._changed:
             present = runner.weights[runner.version]
-        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
-        if old != new:
-            raise InputError("params differ in form from those of the engine: create a new engine for them")
-        # Shard the new weights in the same way as the current weights, so that nothing has to be compiled again.
-        params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
+        params = self._plan.replacement(present, params)
         with self._changed:
             self._schedule.prefixes.clear()
             runner.version += 1

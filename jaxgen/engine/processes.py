@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgen.buckets import power_of_two
-from jaxgen.decoding.chunks import Arrivals
 from jaxgen.errors import InputError
+from jaxgen.request.running.schedule import Schedule
 
 _LEAST = 4096  # the smallest number of bytes in which changes of tables are sent
 
@@ -26,7 +26,7 @@ class Action(enum.IntEnum):
     FAIL = 3  # the engine failed in process 0, so the other processes must end too
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """The next action of all processes, with its data.
 
     Attributes:
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     action: Action
     version: int
     steps: int
-    arrivals: Arrivals | None
+    arrivals: Any
     tables: dict[str, Any]
 
 
@@ -50,8 +50,8 @@ class Processes:
     `arguments` are the engine's arguments as text. If they differ between processes, an `InputError` is raised.
     """
 
-    def __init__(self, no_arrivals: Arrivals, tables: dict[str, Any], arguments: str):
-        self._no_arrivals, self._tables = no_arrivals, tables
+    def __init__(self, schedule: Schedule, arguments: str):
+        self._no_arrivals, self._tables = no_arrivals, tables = schedule.no_arrivals(), schedule.joint
         self._known = _on_host(tables)  # the contents of the tables in the other processes
         digest = hashlib.sha256(arguments.encode())
         for leaf in map(np.asarray, jax.tree.leaves(no_arrivals)):
@@ -60,7 +60,7 @@ class Processes:
         if (np.asarray(digests) != digests[0]).any():
             raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
-    def send(self, plan: Plan) -> None:
+    def send(self, plan: ChunkPlan) -> None:
         """Send a plan to the other processes, with the changed parts of its tables. Called by process 0."""
         arrivals, known, bounds = plan.arrivals, self._known, np.zeros((len(self._known), 2), np.int32)
         if any(table is not self._tables[name] for name, table in plan.tables.items()):
@@ -75,9 +75,9 @@ class Processes:
 
     def send_nothing(self, action: Action) -> None:
         """Tell the other processes to wait, to end or to fail."""
-        self.send(Plan(action, 0, 0, None, self._tables))
+        self.send(ChunkPlan(action, 0, 0, None, self._tables))
 
-    def receive(self) -> Plan:
+    def receive(self) -> ChunkPlan:
         """Return the plan that process 0 has sent."""
         empty = np.zeros(4 + 2 * len(self._known), np.int32)
         action, version, steps, arrive, *bounds = _broadcast(empty).tolist()
@@ -90,7 +90,7 @@ class Processes:
             for x, (begin, end), part in zip(self._known, bounds, parts, strict=True):
                 np.atleast_1d(x)[begin:end] = part
             self._tables = jax.tree.unflatten(jax.tree.structure(self._tables), self._known)
-        return Plan(Action(action), version, steps, arrivals, self._tables)
+        return ChunkPlan(Action(action), version, steps, arrivals, self._tables)
 
     def _broadcast_parts(self, bounds: np.ndarray) -> list[np.ndarray]:
         """Broadcast a part of each of the tables' arrays, from the first to the second index in `bounds`."""

@@ -13,13 +13,11 @@ import jax
 import numpy as np
 
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine.automaton_tables import Table
-from jaxgen.engine.device_loop import Device
 from jaxgen.engine.home import EngineClosed, Home
-from jaxgen.engine.processes import Action, Plan, Processes
-from jaxgen.engine.schedule import Job, Pace, Schedule
+from jaxgen.engine.processes import Action, ChunkPlan, Processes
+from jaxgen.request.running.plan import Plan
+from jaxgen.request.running.schedule import Job, Pace, Schedule
 
-STEPS = 8  # maximum number of steps in a chunk
 # While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine
 # still has references.
 _PULSE = 1.0
@@ -34,9 +32,8 @@ class Runner:
 
     Args:
         engine: the engine, to which the runner keeps only a weak reference.
-        device: the device side of the engine.
+        plan: the plan of the loop.
         schedule: the prompts.
-        tables: the tables of automata, by name.
         processes: the connection to the other processes; None if there are none.
         leads: True in the process that plans the chunks.
         params: the parameters.
@@ -57,18 +54,17 @@ class Runner:
     def __init__(
         self,
         engine: Any,
-        device: Device,
+        plan: Plan,
         schedule: Schedule,
-        tables: dict[str, Table],
         processes: Processes | None,
         leads: bool,
         params: Any,
     ):
-        self.schedule, self._device, self._tables, self._processes = schedule, device, tables, processes
+        self.schedule, self._device, self._processes = schedule, plan.device, processes
         self._leads = leads
         self.changed = threading.Condition()
         self.weights, self.version = {0: params}, 0
-        self._pace = Pace(STEPS)
+        self._pace = Pace(plan.loop.steps)
         self._delivering: list[Job] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
         self.paused = self.in_flight = self.warming = self.is_exiting = False
@@ -148,9 +144,6 @@ class Runner:
         for results in [job.results for job in jobs if job.results.fail(error)]:
             results.notify_failure()
 
-    def _joint(self) -> dict[str, Any]:
-        return {name: table.joint for name, table in self._tables.items()}
-
     def _run(self) -> None:
         """Run until the engine is closed. An exception stops the engine, and all of its prompts fail."""
         dropped: list[Job] = []
@@ -188,7 +181,7 @@ class Runner:
         if self._processes is not None:
             self._processes.send_nothing(Action.END)
 
-    def _next_plan(self, is_running: bool) -> tuple[Plan, Any] | None:
+    def _next_plan(self, is_running: bool) -> tuple[ChunkPlan, Any] | None:
         """Return the next chunk's plan and parameters. If there is nothing to do, wait for a moment and return None."""
         with self.changed:
             self.in_flight = is_running
@@ -200,7 +193,9 @@ class Runner:
                 self.is_open = self.paused = self.schedule.holds = False
             plan = None
             if self._can_start and not self.is_exiting:
-                plan = Plan(Action.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self._joint())
+                plan = ChunkPlan(
+                    Action.CHUNK, self.version, self._pace.steps, self.schedule.arrivals(), self.schedule.joint
+                )
             self.in_flight = is_running or plan is not None
             self.warming = False
             return None if plan is None else (plan, self.weights[self.version])
@@ -224,7 +219,7 @@ class Runner:
     def _can_start(self) -> bool:
         return self.warming or not (self.paused or self.schedule.idle)
 
-    def _start(self, plan: Plan, params: Any) -> jax.Array:
+    def _start(self, plan: ChunkPlan, params: Any) -> jax.Array:
         """Start a chunk, and return its journal without waiting for it."""
         packed = self._device.step(params, plan.arrivals, plan.tables, plan.steps)
         packed.copy_to_host_async()

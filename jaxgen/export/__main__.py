@@ -23,7 +23,7 @@ from jaxgen.errors import JaxgenError, JaxgenWarning, one_line
 from jaxgen.export.file import read_description, summary
 from jaxgen.export.generate import export_generate
 from jaxgen.export.lowering import PLATFORMS
-from jaxgen.export.plain import flat_params
+from jaxgen.flat_call import flat_params
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 from jaxgen.text.tokenizer import Tokenizer

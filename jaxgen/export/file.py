@@ -13,7 +13,7 @@ import numpy as np
 from jax import export
 
 from jaxgen.errors import InputError
-from jaxgen.export.plain import flat_params
+from jaxgen.flat_call import flat_params
 
 DESCRIPTION, INPUTS = "description.json", "inputs.npz"
 FORMAT = 1

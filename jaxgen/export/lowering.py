@@ -16,9 +16,7 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.export.file import FORMAT, forms
-from jaxgen.export.plain import KEYS, flat_params
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.sharding import mesh_of
+from jaxgen.flat_call import KEYS, flat_params
 from jaxgen.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -26,8 +24,8 @@ _ALLOWED = (*PLATFORMS, "rocm")
 _TRACEBACKS = "jax_traceback_in_locations_limit"
 
 
-def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
-    """Raise an error for parameters, options or platforms that cannot be exported."""
+def check_platforms(platforms: Sequence[str]) -> None:
+    """Raise an error if a platform is unknown, or if `flatbuffers` is not installed."""
     if importlib.util.find_spec("flatbuffers") is None:
         raise ImportError(
             "flatbuffers, which jax needs to store programs, is missing: in the clone of jaxgen, run "
@@ -35,21 +33,6 @@ def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], a
         )
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_ALLOWED):
         raise InputError(f"platforms must be a list of some of {', '.join(_ALLOWED)}, got {platforms!r}")
-    if mesh_of(params) is not None:
-        raise InputError("params are divided over a mesh, but an exported program is for one device: pass their shapes")
-    for name in ("max_time", "token_healing"):
-        if getattr(cfg, name):
-            raise ConfigError(f"{name} needs the host, which an exported program does not call: leave it out")
-    if allowed is not None and not isinstance(allowed, TokenAutomaton):
-        raise TypeError(
-            "prefix_allowed_tokens_fn must be a TokenAutomaton: a Python function would have to be called on the "
-            "host, which an exported program cannot do"
-        )
-
-
-def shapes_of(tree: Any) -> Any:
-    """Return the shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> export.Exported:

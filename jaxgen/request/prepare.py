@@ -16,12 +16,12 @@ from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, warn_unused
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.continuous.slots import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Array, Request
 from jaxgen.decoding.run import Run, Sizes, is_expanded
-from jaxgen.decoding.slots import Continuous
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.row_options import OptionValues

@@ -12,12 +12,12 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import Text
 from jaxgen.config.values import is_array
-from jaxgen.decoding.lanes import Lanes
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.request import Request
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room, check_tokenizer, typed_key
-from jaxgen.request.fields import LARGEST_INDEX, OF_HOST, translated, with_own
+from jaxgen.request.fields import LARGEST_INDEX, OF_HOST, as_fields, translated, with_own
 from jaxgen.request.inputs import row_ids
 from jaxgen.request.lengths import Lengths
 from jaxgen.request.prompt_options import PromptOptions, per_prompt_options
@@ -84,13 +84,18 @@ class PromptReader:
         """The limits for a prompt and its answer."""
         return Lengths(prompt=self.options.width, answer=self.options.capacity)
 
-    def read(self, given: Any) -> Prompt:
+    def read(self, prompt: Any, **more: Any) -> Prompt:
         """Check a prompt in the format of `Engine.submit`, and return it in the form that the device needs.
+
+        `more` are further fields of the prompt.
 
         Raises:
             InputError, ConfigError, TypeError: the prompt or one of its options is invalid or not supported.
         """
-        fields = translated(given, self.tokenizer, self.cfg.model.vocab_size, self.key_impl)
+        given = as_fields(prompt)
+        if both := given.keys() & more.keys():
+            raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
+        fields = translated({**given, **more}, self.tokenizer, self.cfg.model.vocab_size, self.key_impl)
         named = {name: fields.pop(name) for name in _NOT_OPTIONS if name in fields}
         cfg = self._own(fields)
         ids = row_ids(named["ids"], cfg.model)

@@ -25,10 +25,10 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.kinds import Flag, Flags
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.engine.results import Completion
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
+from jaxgen.request.running.engine_sizes import EngineSizes
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
 from tests.support.answers import kill_commands
 from tests.support.models import model_config

@@ -17,7 +17,7 @@ from jaxgen.cli import many, terminal
 from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.input_file import Line
 from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.engine.schedule import Counts
+from jaxgen.request.running.schedule import Counts
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.answers import kill_commands, summed
 from tests.support.compilations import compilations

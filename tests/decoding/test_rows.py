@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError
+from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.extensions import Extensions, functions
-from jaxgen.decoding.lanes import Lanes
 from jaxgen.decoding.loop import prefill
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows, Selection

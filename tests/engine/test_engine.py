@@ -21,14 +21,14 @@ from jaxgen import (
     generate,
     shard_params,
 )
-from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.automaton_tables import GrammarTable
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.model.sharding import divide, mesh_of
+from jaxgen.request.running.automaton_tables import GrammarTable
 from tests.support import slot_loops
 from tests.support.compilations import compilations
 from tests.support.letters import MODEL, PARAMS
@@ -297,9 +297,9 @@ def test_prompts_that_are_refused(engine, prompt, error, words):
 
 
 def test_a_grammar_that_never_fits_is_refused_and_others_wait_without_work(engine, monkeypatch):
-    table = engine._tables["allowed"]
+    table = engine._plan.tables["allowed"]
     with monkeypatch.context() as patched:
-        patched.setitem(engine._tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
+        patched.setitem(engine._plan.tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
         too_large = TokenAutomaton.from_regex("a{0,40}", TOK, vocab_size=320)
         with pytest.raises(InputError, match="the grammar needs 41 states"):
             engine.submit([50], allowed=too_large)
@@ -409,7 +409,7 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_parts(engine, monkeypatch):
         assert_same(handle.result(60), expected)
     assert sum(first > 0 for first in firsts) > 4
     assert all(handle.result(60) for handle in others)
-    table = engine._tables["allowed"]._entries
+    table = engine._plan.tables["allowed"]._entries
     assert not any(part.users for key, part in table.items() if key is not None)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from jaxgen import ConfigError, InputError, JaxgenWarning, KVCache
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
+from jaxgen.decoding.continuous.slots import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import MODES
-from jaxgen.decoding.slots import Continuous
 from tests.support import small
 from tests.support.automata import of_matrix
 from tests.support.counting import CFG

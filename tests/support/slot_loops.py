@@ -12,14 +12,14 @@ from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.engine.automaton_tables import GrammarTable
-from jaxgen.engine.device_loop import Loop, trace
-from jaxgen.engine.engine_sizes import EngineSizes
-from jaxgen.engine.prefix_index import Prefixes
-from jaxgen.engine.schedule import Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
+from jaxgen.request.running.automaton_tables import GrammarTable
+from jaxgen.request.running.device_loop import Loop, trace
+from jaxgen.request.running.engine_sizes import EngineSizes
+from jaxgen.request.running.prefix_index import Prefixes
+from jaxgen.request.running.schedule import Schedule
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own
@@ -53,16 +53,16 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     cfg = config(dtype)
     model = model_of(cfg)
     options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, EngineSizes(slots=SLOTS, prompt_width=WIDTH))
-    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
+    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.capacity)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(
-        PromptReader(options), tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes
+        PromptReader(options), tables, loop.queue_capacity, SLOTS, np.zeros(2, np.uint32), prefixes
     ).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
     table = tables["allowed"].joint
     grammars = {name: getattr(table, name).size for name in ("classes", "low", "part")}
     program = lower_for(device, traced).compile().as_text()
-    return copies(program, cfg, {"store": prefixes.places * prefixes.chunk * _head(model), **grammars})
+    return copies(program, cfg, {"store": prefixes.capacity * prefixes.block * _head(model), **grammars})
 
 
 def _head(model: ModelConfig) -> int:

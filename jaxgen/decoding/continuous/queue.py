@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 
-from jaxgen.decoding.prefixes import Places
+from jaxgen.decoding.continuous.prefixes import StoreIndices
 from jaxgen.decoding.request import Request
 
 NOBODY = -1  # stands for "no prompt"
@@ -13,16 +13,16 @@ NOBODY = -1  # stands for "no prompt"
 
 @flax.struct.dataclass
 class Queue:
-    """Ring of Q places. Waiting prompts occupy consecutive places starting at `first`, wrapping around to place 0.
+    """Ring of Q entries. Waiting prompts have consecutive indices starting at `first`, wrapping around to 0.
 
     Attributes:
-        request: a complete request (see `Request.complete`) with one prompt per place of the ring.
+        request: a complete request (see `Request.complete`) with Q prompts.
         number: int32[Q], the number that identifies each prompt; `NOBODY` for prompts to skip.
         first_sequence: int32[Q], the index of the first sequence to generate for each prompt.
         sequences: int32[Q], the number of sequences to generate for each prompt.
-        first: int32[], the place of the next prompt.
+        first: int32[], the index of the next prompt.
         waiting: int32[], the number of waiting prompts.
-        prefixes: the places of the prompts' first chunks in the prefix store; None without a store.
+        prefixes: the store indices of the prompts' first blocks; None without a store.
     """
 
     request: Request
@@ -31,13 +31,13 @@ class Queue:
     sequences: jax.Array
     first: jax.Array
     waiting: jax.Array
-    prefixes: Places | None = None
+    prefixes: StoreIndices | None = None
 
     @property
-    def places(self) -> int:
-        """The number of places, Q."""
+    def capacity(self) -> int:
+        """The maximum number of waiting prompts, Q."""
         return self.number.shape[0]
 
-    def place(self, order: jax.Array) -> jax.Array:
-        """Return the place that is `order int32[...]` places after `first`, wrapping around to place 0."""
-        return (self.first + order) % self.places
+    def queue_index(self, order: jax.Array) -> jax.Array:
+        """Return the index that is `order int32[...]` after `first`, wrapping around to 0."""
+        return (self.first + order) % self.capacity

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StopReason
-from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.automaton_tables import GrammarTable
-from jaxgen.engine.prefix_index import Prefixes
+from jaxgen.decoding.continuous.queue import NOBODY
 from jaxgen.engine.results import Results
-from jaxgen.engine.schedule import Job, Pace, Schedule
 from jaxgen.grammar.token_automaton import Capacity
 from jaxgen.request.prompt import PromptReader
 from jaxgen.request.prompt_options import PromptOptions
-from tests.engine.test_automaton_tables import VOCAB, grammar
+from jaxgen.request.running.automaton_tables import GrammarTable
+from jaxgen.request.running.prefix_index import Prefixes
+from jaxgen.request.running.schedule import Job, Pace, Schedule
+from tests.request.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)

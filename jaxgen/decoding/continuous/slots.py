@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import INT32_MAX
 from jaxgen.control import while_loop
+from jaxgen.decoding.continuous.pool import Pool
+from jaxgen.decoding.continuous.queue import NOBODY, Queue
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded, Mode, Progress
 from jaxgen.decoding.needs import Needs
-from jaxgen.decoding.pool import Pool
-from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.rows import Rows
@@ -103,11 +103,11 @@ class Answers(Results):
         count = self.lengths.shape[0]
         # Each dropped sequence gets a different index, because the scatter's indices must be unique.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
-        place = sequences.number * run.needs.sequences + sequences.copy
-        place = jnp.where(sequences.number == NOBODY, dropped, place)
+        result_index = sequences.number * run.needs.sequences + sequences.copy
+        result_index = jnp.where(sequences.number == NOBODY, dropped, result_index)
 
         def write(x: jax.Array, new: jax.Array) -> jax.Array:
-            return x.at[place].set(new, mode="drop", unique_indices=True)
+            return x.at[result_index].set(new, mode="drop", unique_indices=True)
 
         return jax.tree.map(write, self, Answers.from_rows(run, rows))
 
@@ -165,7 +165,7 @@ class Continuous(Mode):
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
-        """Return a state with no results, all slots free, and a prefix store with space for `stored` chunks."""
+        """Return a state with no results, all slots free, and a prefix store with space for `stored` blocks."""
         slots = rows_on(run.mesh, self.slots)
         pool = Pool.open(run, queue, slots, stored)
         nobody = jnp.full(slots, NOBODY, jnp.int32)
@@ -185,7 +185,7 @@ class Continuous(Mode):
         return self._advance(run, self._fill(run, self._read(run, state)))
 
     def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """If a slot is free and no prompt is ready, fill the pool, and read one chunk of each prompt in the pool."""
+        """If a slot is free and no prompt is ready, fill the pool, and read one piece of each prompt in the pool."""
         pool, queue = state.pool, state.queue
         wanted = jnp.any(state.free) & ~jnp.any(pool.ready())
 
@@ -193,7 +193,7 @@ class Continuous(Mode):
             return wanted & carry[0].can_load(carry[1])
 
         def read(carry: tuple[jax.Array, Pool]) -> tuple[jax.Array, Pool]:
-            return jnp.zeros((), bool), carry[1].read_chunk(run)
+            return jnp.zeros((), bool), carry[1].read_piece(run)
 
         pool, queue = while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
         pool = while_loop(lambda carry: carry[0], read, (wanted & jnp.any(pool.unread()), pool))[1]
@@ -206,10 +206,10 @@ class Continuous(Mode):
             return jnp.any(state.free) & jnp.any(state.pool.ready()) & state.results.has_space()
 
         def enter(state: ContinuousState) -> ContinuousState:
-            slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready()))
+            slot, pool_index = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready()))
             old = jax.tree.map(lambda x: x[slot], state.sequences)
-            new = Sequences(state.pool.number[place], state.pool.next[place])
-            pool, prefilled = state.pool.take(run, place)
+            new = Sequences(state.pool.number[pool_index], state.pool.next[pool_index])
+            pool, prefilled = state.pool.take(run, pool_index)
             entered = self.mode.enter(run, prefilled)
             results = state.results.leave(run, old, state.rows.rows.take(slot))
             return dataclasses.replace(
@@ -224,7 +224,7 @@ class Continuous(Mode):
             return while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take one or more steps, until a slot can be filled. Rows therefore advance between any two prefill chunks."""
+        """Take one or more steps, until a slot can be filled. Rows therefore advance between any two pieces."""
         someone_waits = jnp.any(state.pool.number != NOBODY) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

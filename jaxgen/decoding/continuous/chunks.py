@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import while_loop
-from jaxgen.decoding.journal import Journal
-from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.queue import NOBODY, Queue
+from jaxgen.decoding.continuous.journal import Journal
+from jaxgen.decoding.continuous.prefixes import StoreIndices
+from jaxgen.decoding.continuous.queue import NOBODY, Queue
+from jaxgen.decoding.continuous.slots import Continuous, ContinuousState
 from jaxgen.decoding.request import Array, Request
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.slots import Continuous, ContinuousState
 from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import REPLICATED, constrain
 
@@ -36,7 +36,7 @@ class Arrivals:
         index: uint32[M], the value to fold into each key.
         own_key: bool[M], True if the prompt's key is used unchanged.
         cancelled: int32[C], the numbers of cancelled prompts, padded with a number that no prompt has.
-        prefixes: the places of the prompts' first chunks in the prefix store; None without a store.
+        prefixes: the store indices of the prompts' first blocks; None without a store.
     """
 
     request: Request
@@ -47,10 +47,12 @@ class Arrivals:
     index: Array
     own_key: Array
     cancelled: Array
-    prefixes: Places | None = None
+    prefixes: StoreIndices | None = None
 
 
-def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, places: int, entries: int, stored: int):
+def open_queue(
+    run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, queue_capacity: int, entries: int, stored: int
+):
     """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
@@ -58,13 +60,13 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, key_impl: str, pl
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
         key_impl: the implementation of the random keys, as in the `impl` argument of `jax.random.key`.
-        places: the maximum number of waiting prompts.
+        queue_capacity: the maximum number of waiting prompts.
         entries: the capacity of the journal, in entries per slot.
-        stored: the capacity of the prefix store, in chunks; 0 for no store.
+        stored: the capacity of the prefix store, in blocks; 0 for no store.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
-    at = jnp.zeros(places, jnp.int32)
-    nobody, zero = jnp.full(places, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
+    at = jnp.zeros(queue_capacity, jnp.int32)
+    nobody, zero = jnp.full(queue_capacity, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
     prefixes = jax.tree.map(lambda x: jnp.asarray(x)[at], arrivals.prefixes)
     state = mode.open(run, Queue(one.select(at), nobody, nobody, nobody, zero, zero, prefixes), stored)
     return dataclasses.replace(state, results=Journal.open(state.rows.rows, entries))
@@ -117,12 +119,12 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
     """Append the new prompts to the queue."""
     queue, given = state.queue, arrivals.number != NOBODY
     order = jnp.arange(given.size, dtype=jnp.int32)
-    # Unused entries get distinct places past the end, because the scatter requires unique indices.
-    place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
+    # Unused entries get distinct indices past the end, because the scatter requires unique indices.
+    queue_index = jnp.where(given, queue.queue_index(queue.waiting + order), queue.capacity + order)
     request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        return x.at[place].set(new, mode="drop", unique_indices=True)
+        return x.at[queue_index].set(new, mode="drop", unique_indices=True)
 
     queue = dataclasses.replace(
         queue,

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from jaxgen.engine.waiting import Waiting
+from jaxgen.request.running.waiting import Waiting
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxgen.config.availability import check_options
-from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.decoding.continuous.slots import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run, Sizes
-from jaxgen.decoding.slots import Continuous
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program, default_device
@@ -21,8 +21,9 @@ from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prompt_options import PromptOptions
 
+STEPS = 8  # maximum number of steps in a chunk
 _STATIC = ("mode", "key_impl")
-_STATIC_SIZES = ("places", "entries", "stored")
+_STATIC_SIZES = ("queue_capacity", "entries", "stored")
 _open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
 _first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=_STATIC + _STATIC_SIZES)
 _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
@@ -39,7 +40,7 @@ class Loop:
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
-        stored: the capacity of the prefix store, in chunks; 0 for no store.
+        stored: the capacity of the prefix store, in blocks; 0 for no store.
     """
 
     options: PromptOptions
@@ -52,7 +53,14 @@ class Loop:
 
     @classmethod
     def of(
-        cls, options: PromptOptions, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0
+        cls,
+        options: PromptOptions,
+        extensions: Extensions,
+        slots: int,
+        *,
+        key_impl: str,
+        stored: int = 0,
+        steps: int = STEPS,
     ) -> Loop:
         """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
         mode = mode_of(options.full)
@@ -63,7 +71,7 @@ class Loop:
         return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
 
     @property
-    def places(self) -> int:
+    def queue_capacity(self) -> int:
         """The maximum number of prompts waiting on the device."""
         return max(2 * self.mode.slots, 8)
 
@@ -77,7 +85,7 @@ class Loop:
         """The static arguments of `open_queue` and `run_first_chunk`."""
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
         entries = 2 * self.steps + 8
-        return {**self.of_chunk, "places": self.places, "entries": entries, "stored": self.stored}
+        return {**self.of_chunk, "queue_capacity": self.queue_capacity, "entries": entries, "stored": self.stored}
 
     @property
     def of_chunk(self) -> dict[str, Any]:

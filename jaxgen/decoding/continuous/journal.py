@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.continuous.queue import NOBODY
+from jaxgen.decoding.continuous.slots import Results, Sequences
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.slots import Results, Sequences
 
 NO_TOKEN = -1  # stands for "no token", in the entry of a sequence that ends without a new token
 
@@ -67,6 +67,6 @@ class Journal(Results):
         told = (added | ended) & (sequences.number != NOBODY)
         # Rows without an entry get distinct indices past the end, because the scatter's indices must be unique.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
-        place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
-        entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
+        entry = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
+        entries = self.entries.at[entry].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import power_of_two
-from jaxgen.engine.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.grammar.row_parts import BLOCK
 from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
 from jaxgen.grammar.token_automaton import OF_PART, OF_STATE, OF_TRANSITION, Capacity, TokenAutomaton
 from jaxgen.grammar.token_table import compact
 from jaxgen.programs import Program
+from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.text.tokenizer import Tokenizer
 
 _PIECES = 1024, 8192, 1  # the numbers of states, transitions and automata that are written at a time

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgen.decoding.chunks import Arrivals
-from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.queue import NOBODY
-from jaxgen.engine.automaton_tables import Table
-from jaxgen.engine.prefix_index import Claim, Prefixes
-from jaxgen.engine.results import Results
-from jaxgen.engine.waiting import Waiting
+from jaxgen.decoding.continuous.chunks import Arrivals
+from jaxgen.decoding.continuous.prefixes import StoreIndices
+from jaxgen.decoding.continuous.queue import NOBODY
+from jaxgen.request.fields import LARGEST_INDEX
 from jaxgen.request.prompt import Prompt, PromptReader
+from jaxgen.request.running.automaton_tables import Table
+from jaxgen.request.running.prefix_index import Claim, Prefixes
+from jaxgen.request.running.waiting import Waiting
 
 _CHUNK_SECONDS = 0.1  # the target duration of a chunk
 
@@ -46,12 +46,12 @@ class Job:
     """A prompt that is waiting or being answered. Its sequences are sent to the device in one or more parts.
 
     Attributes:
-        results: the results so far.
+        results: the caller's record of the results.
         group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
         remaining: the number of the prompt's sequences that have not ended.
-        chunks: the names of the prompt's chunks in the prefix store; None until the names are needed.
+        pieces: the names of the prompt's pieces in the prefix store; None until the names are needed.
         states: the initial states of the prompt's automata by table name; None until the prompt is sent.
         parts: the parts that have been sent.
         sent: the number of the prompt's sequences that have been sent.
@@ -60,12 +60,12 @@ class Job:
     """
 
     prompt: Prompt
-    results: Results
+    results: Any
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     group: Hashable = None
     number: int = NOBODY
     remaining: int = 0
-    chunks: list[bytes] | None = None
+    pieces: list[bytes] | None = None
     states: dict[str, int] | None = None
     parts: list[Part] = dataclasses.field(default_factory=list)
     sent: int = 0
@@ -129,7 +129,7 @@ class Schedule:
     Args:
         reader: the reader of the prompts.
         tables: the tables of automata, by name.
-        places: the maximum number of prompts waiting on the device.
+        queue_capacity: the maximum number of prompts waiting on the device.
         slots: the number of slots, which is also the maximum number of prompts sent with a chunk, and the number of
             sequences in the smallest part of a prompt, apart from its last part.
         key: the data of the engine's key.
@@ -146,12 +146,12 @@ class Schedule:
         self,
         reader: PromptReader,
         tables: dict[str, Table],
-        places: int,
+        queue_capacity: int,
         slots: int,
         key: np.ndarray,
         prefixes: Prefixes,
     ):
-        self.reader, self.tables, self.places, self.slots, self.key = reader, tables, places, slots, key
+        self.reader, self.tables, self.queue_capacity, self.slots, self.key = reader, tables, queue_capacity, slots, key
         self.prefixes, self.version, self.holds = prefixes, 0, False
         self.waiting: Waiting[Job] = Waiting()
         self.on_device: dict[int, Job] = {}
@@ -166,7 +166,12 @@ class Schedule:
         # The number of sequences that began in each of the latest chunks. If no prompt was left in the queue at the end
         # of a chunk, more could have begun, so the number is at least that of the slots.
         self._begins = collections.deque([slots, slots], maxlen=2)
-        self._tokens = self._begun = self._steps = 0
+        self._tokens = self._begun = self._steps = self._next_index = 0
+
+    @property
+    def joint(self) -> dict[str, Any]:
+        """The tables of all current automata, by name."""
+        return {name: table.joint for name, table in self.tables.items()}
 
     @property
     def idle(self) -> bool:
@@ -181,6 +186,13 @@ class Schedule:
         running = sum(job.begun > 0 for job in self.on_device.values())
         waiting = len({*self.waiting, *self.on_device.values()}) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
+
+    def add(self, job: Job) -> None:
+        """Let a prompt wait. If it has no index, it gets one more than the largest index so far."""
+        index = self._next_index if job.prompt.index < 0 else job.prompt.index
+        job.prompt = dataclasses.replace(job.prompt, index=index)
+        self._next_index = max(self._next_index, index + 1) % (LARGEST_INDEX + 1)
+        self.waiting.add(job)
 
     def cancel(self, job: Job) -> None:
         """Cancel a prompt, so that it gets no more results. If the prompt has already ended, do nothing."""
@@ -206,7 +218,7 @@ class Schedule:
         for job in cancelled:
             for claim in [part.claim for part in job.parts if part.claim is not None]:
                 self.prefixes.release(claim)
-        space, sequences = min(self.slots, self.places - self._queued - sum(self._sent)), self._space()
+        space, sequences = min(self.slots, self.queue_capacity - self._queued - sum(self._sent)), self._space()
         sent: list[Job] = []
         for job in self.waiting.in_turn():
             if len(sent) >= space or sequences <= 0:
@@ -216,7 +228,7 @@ class Schedule:
             if not job.sent:
                 job.number = next(number for number in self._numbers if number not in self.on_device)
                 self.on_device[job.number] = job
-                job.cached = len(claim.have) * self.prefixes.chunk
+                job.cached = len(claim.have) * self.prefixes.block
             count = min(job.sequences - job.sent, max(sequences, self.slots))
             job.parts.append(Part(job.sent, job.sent, self.version, claim))
             job.sent += count
@@ -237,13 +249,13 @@ class Schedule:
 
     def _enter(self, job: Job) -> Claim | None:
         """Add the prompt of the next part to the tables, and return the part's claim, or None if it must wait."""
-        if job.chunks is None:
-            job.chunks = self.prefixes.names(job.prompt.ids, int(job.prompt.options.get("adapter", -1)))
-        if self.prefixes.must_wait(job.chunks):
+        if job.pieces is None:
+            job.pieces = self.prefixes.names(job.prompt.ids, int(job.prompt.options.get("adapter", -1)))
+        if self.prefixes.must_wait(job.pieces):
             return None
         if job.states is None:
             job.states = self._initial_states(job)
-        return None if job.states is None else self.prefixes.enter(job.chunks)
+        return None if job.states is None else self.prefixes.enter(job.pieces)
 
     def _initial_states(self, job: Job) -> dict[str, int] | None:
         """Add a prompt to the tables, and return its initial states, or None if a table has no space."""
@@ -286,8 +298,8 @@ class Schedule:
         starts = {name: [job.states[name] for job in sent if job.states] for name in self.tables}
         request = self.reader.stack(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
         prefixes = None
-        if self.prefixes.places:
-            prefixes = Places(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
+        if self.prefixes.capacity:
+            prefixes = StoreIndices(*self.prefixes.arrays([part.claim for part in parts if part.claim], rows))
         return Arrivals(request, number, first_sequence, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:

@@ -9,7 +9,7 @@ import pytest
 from jaxgen import GenerationConfig, InputError
 from jaxgen.decoding.hook import StepHook
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.prefix_index import Prefixes
+from jaxgen.request.running.prefix_index import Prefixes
 from tests.engine.test_engine import assert_same
 from tests.support.models import model_config, random_params
 
@@ -50,7 +50,7 @@ def check_copies(dtype: str, bytes_of_store: int | None, places: int) -> None:
     assert not any(completion.cached_tokens for completion in without)
     with engine(cfg, prefix_cache_bytes=bytes_of_store) as made:
         first, second = answers(made, prompts), answers(made, prompts)
-    assert made._schedule.prefixes.places == places
+    assert made._schedule.prefixes.capacity == places
     assert_same(first, without)
     assert_same(second, without)
     assert sum(completion.cached_tokens for completion in first) > 100
@@ -130,12 +130,12 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
         made.pause()
         index = made._schedule.prefixes
         made._schedule.arrivals()  # processes the pending cancellations
-        assert len(index._free) + len(index._stored) == index.places
+        assert len(index._free) + len(index._stored) == index.capacity
         assert not index._coming
 
 
 @pytest.mark.slow
-def test_each_part_of_a_prompt_copies_the_stored_chunks():
+def test_each_part_of_a_prompt_copies_the_stored_blocks():
     cfg, prompts = config(), [{**prompt, "n": 20} for prompt in related_prompts(4, seed=7)]
     with engine(cfg, prefix_cache_bytes=0) as made:
         without = answers(made, prompts)
@@ -143,7 +143,7 @@ def test_each_part_of_a_prompt_copies_the_stored_chunks():
         first = answers(made, prompts[:1])
         rest, again = answers(made, prompts[1:]), answers(made, prompts[:1])
         index = made._schedule.prefixes
-        assert len(index._free) + len(index._stored) == index.places
+        assert len(index._free) + len(index._stored) == index.capacity
         assert not index._coming
     assert_same(first + rest, without)
     assert_same(again, first)
@@ -163,7 +163,7 @@ def test_a_size_that_is_refused_and_a_hook():
     with pytest.raises(InputError, match="prefix_cache_bytes must be 0 with a hook"):
         engine(cfg, prefix_cache_bytes=10**6, hook=StepHook())
     with engine(cfg, hook=StepHook()) as made:
-        assert made._schedule.prefixes.places == 0
+        assert made._schedule.prefixes.capacity == 0
 
 
 class Store:
