@@ -22,8 +22,7 @@ from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of
 from jaxgen.model.weights import Quantized
 from jaxgen.output import output
-from jaxgen.request.checks import check_call, check_room
-from jaxgen.request.extensions import extensions_of
+from jaxgen.request.checks import check_call, check_room, extensions_of
 from jaxgen.request.prepare import CallInputs, prepare
 
 KEYS = "threefry2x32"  # the only kind of random key that gives the same bits on all platforms

@@ -28,9 +28,8 @@ from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
-from jaxgen.request.checks import check_call
+from jaxgen.request.checks import check_call, extensions_of
 from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_fitting, run_watched, run_whole
-from jaxgen.request.extensions import extensions_of
 from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced

@@ -21,9 +21,8 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.progress import progress_bar
 from jaxgen.request.assistant import open_assistant
-from jaxgen.request.checks import check_call
+from jaxgen.request.checks import check_call, extensions_of
 from jaxgen.request.driver import compile_for, run_fitting
-from jaxgen.request.extensions import extensions_of
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 

@@ -96,7 +96,9 @@ class Engine:
             hook=hook,
         )
         self.prompts, self._schedule = plan.prompts, plan.schedule()
-        processes = Processes(self._schedule, plan.identity) if plan.is_shared else None
+        processes = None
+        if plan.is_shared:
+            processes = Processes(self._schedule.no_arrivals(), self._schedule.joint, plan.identity)
         params = plan.open(params, self._schedule)
         self._leads = processes is None or jax.process_index() == 0
         self._runner = Runner(self, plan, self._schedule, processes, self._leads, params)

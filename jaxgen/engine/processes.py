@@ -12,7 +12,6 @@ from jax.experimental import multihost_utils
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
-from jaxgen.request.running.schedule import Schedule
 
 _LEAST = 4096  # the smallest number of bytes in which changes of tables are sent
 
@@ -50,8 +49,8 @@ class Processes:
     `arguments` are the engine's arguments as text. If they differ between processes, an `InputError` is raised.
     """
 
-    def __init__(self, schedule: Schedule, arguments: str):
-        self._no_arrivals, self._tables = no_arrivals, tables = schedule.no_arrivals(), schedule.joint
+    def __init__(self, no_arrivals: Any, tables: dict[str, Any], arguments: str):
+        self._no_arrivals, self._tables = no_arrivals, tables
         self._known = _on_host(tables)  # the contents of the tables in the other processes
         digest = hashlib.sha256(arguments.encode())
         for leaf in map(np.asarray, jax.tree.leaves(no_arrivals)):

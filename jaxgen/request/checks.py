@@ -15,7 +15,8 @@ from jaxgen.config.generation_options import OPTIONS
 from jaxgen.config.option import GREEDY, SAMPLE
 from jaxgen.config.values import is_array, is_tracer
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.extensions import Extensions, HostFunction
+from jaxgen.decoding.extensions import Extensions, HostFunction, as_pytree, check_arguments, functions
+from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import ConfigError, InputError, warn
@@ -26,6 +27,12 @@ from jaxgen.model.fused import expected_shapes
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
 
+# The methods of a `StepHook` and their arguments.
+_HOOK = {
+    "init": ("history",),
+    "before": ("state", "history", "inputs"),
+    "after": ("state", "history", "output"),
+}
 _KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # the number of words in a key of each implementation
 
 
@@ -158,7 +165,7 @@ def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndar
         )
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def require_tokenizer(tokenizer: Any) -> None:
     """Raise an error if there is no tokenizer for stop strings."""
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, tokenizer=tokenizer")
@@ -167,7 +174,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 def check_stop_strings(cfg: GenerationConfig, tokenizer: Any) -> None:
     """Raise an error if the tokenizer's tokens cannot form one of the stop strings."""
     if cfg.stop_strings is not None:
-        check_tokenizer(tokenizer)
+        require_tokenizer(tokenizer)
         StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
 
@@ -215,3 +222,27 @@ def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         name, least = "min_length", np.asarray(cfg.min_length) - lengths
     if len(short := budget[least > budget]):
         warn(f"{name}={getattr(cfg, name)} cannot be reached with {short.min()} new tokens")
+
+
+def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
+    """Return the caller's functions and the automaton for the stop strings. The arguments are as in `generate`."""
+    return Extensions(
+        processors=() if logits_processor is None else functions("logits_processor", logits_processor),
+        criteria=() if stopping_criteria is None else functions("stopping_criteria", stopping_criteria),
+        stop_strings=None if cfg.stop_strings is None else _stop_strings(cfg, tokenizer),
+        hook=None if hook is None else _hook(hook),
+    )
+
+
+def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings:
+    assert cfg.stop_strings is not None
+    require_tokenizer(tokenizer)
+    return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
+
+
+def _hook(given):
+    if not isinstance(given, StepHook):
+        raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
+    for name, arguments in _HOOK.items():
+        check_arguments(f"hook's {name}", getattr(given, name), *arguments)
+    return as_pytree(given)

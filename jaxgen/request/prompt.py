@@ -16,7 +16,7 @@ from jaxgen.decoding.continuous.lanes import Lanes
 from jaxgen.decoding.request import Request
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room, check_tokenizer, typed_key
+from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room, require_tokenizer, typed_key
 from jaxgen.request.fields import LARGEST_INDEX, OF_HOST, as_fields, translated, with_own
 from jaxgen.request.inputs import row_ids
 from jaxgen.request.lengths import Lengths
@@ -162,7 +162,7 @@ class PromptReader:
     def _stop_strings(self, cfg: GenerationConfig) -> tuple[str, ...] | None:
         if cfg.stop_strings is None:
             return None
-        check_tokenizer(self.tokenizer)
+        require_tokenizer(self.tokenizer)
         return Text().sets(cfg.stop_strings)[0]
 
     def stack(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:

@@ -87,11 +87,14 @@ def renaming(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
     try:
         yield
     except (ApiError, JaxgenError, TypeError) as error:
-        found = api_error(error)
-        text, param = found.message, found.param or ""
-        for pattern, name in names:
-            text, param = pattern.sub(name, text), pattern.sub(name, param)
-        raise ApiError(found.status, text, param or None, found.headers) from error
+        raise _renamed(api_error(error), names) from error
+
+
+def _renamed(error: ApiError, names: Sequence[tuple[re.Pattern[str], str]]) -> ApiError:
+    text, param = error.message, error.param or ""
+    for pattern, name in names:
+        text, param = pattern.sub(name, text), pattern.sub(name, param)
+    return ApiError(error.status, text, param or None, error.headers)
 
 
 def api_error(error: BaseException, field: str | None = None) -> ApiError:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
-from jaxgen.engine.processes import Action, Plan, Processes
+from jaxgen.engine.processes import Action, ChunkPlan, Processes
 from jaxgen.request.running.automaton_tables import grammar_capacity, tables_of
 from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
@@ -137,7 +137,7 @@ def follow_tables(mesh: Mesh) -> dict:
     for name, pattern in (("none", None), ("letters", "[a-c]{1,8}"), ("digits", "[0-9]{2,40}"), ("digits", "")):
         if pattern:
             made["allowed"].enter(name, TokenAutomaton.from_regex(pattern, byte_level(), vocab_size=5000))
-        plan = Plan(Action.CHUNK, 0, 1, None, {name: table.joint for name, table in made.items()})
+        plan = ChunkPlan(Action.CHUNK, 0, 1, None, {name: table.joint for name, table in made.items()})
         sizes.clear()
         if jax.process_index() == 0:
             processes.send(plan)

@@ -16,8 +16,7 @@ from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
-from jaxgen.request.checks import check_call, check_key, typed_key
-from jaxgen.request.extensions import extensions_of
+from jaxgen.request.checks import check_call, check_key, extensions_of, typed_key
 from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.request.prompt_options import PromptOptions
 from jaxgen.request.running.automaton_tables import Table, grammar_capacity, tables_of
