@@ -78,7 +78,8 @@ def about(field: str) -> Iterator[None]:
     try:
         yield
     except (JaxgenError, TypeError) as error:
-        raise api_error(error, field) from error
+        # With Python 3.13, the error's traceback would be part of a cycle that keeps the request in memory.
+        raise api_error(error, field) from error.with_traceback(None)
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ def renaming(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
     try:
         yield
     except (ApiError, JaxgenError, TypeError) as error:
-        raise _renamed(api_error(error), names) from error
+        raise _renamed(api_error(error), names) from error.with_traceback(None)  # as in `about`
 
 
 def _renamed(error: ApiError, names: Sequence[tuple[re.Pattern[str], str]]) -> ApiError:
