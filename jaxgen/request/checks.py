@@ -1,4 +1,4 @@
-"""Check a call to generate(): its parameters, cache, key, grammar, and length limits."""
+"""Check a call to generate(): its parameters, cache, key, grammar, length limits, and the caller's functions."""
 
 from __future__ import annotations
 

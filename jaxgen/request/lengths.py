@@ -1,4 +1,4 @@
-"""How many tokens a prompt and its answer may have."""
+"""Limits on the lengths of prompts and answers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Array = Any  # np.ndarray while prompts are being prepared, jax.Array inside a p
 
 @flax.struct.dataclass
 class Lanes:
-    """What each row needs. Rows without a grammar are in grammar state 0, and likewise for stop strings.
+    """The needs of each row. Rows without a grammar are in grammar state 0, and likewise for stop strings.
 
     Attributes:
         unusual: bool[rows], True for rows that turn on an option in `rare`.
