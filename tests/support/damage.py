@@ -418,7 +418,9 @@ def use(path: Path, tokenizer: bool) -> str:
         batch = tok.chat([{"role": "user", "content": "hello"}])
         same = ids == tok.encode("hello <|end|> a text") and tok.decode(ids) == tok.decode(ids)
         return "" if same and batch.ids.dtype == np.int32 else "not the same twice"
-    params, cfg = load_hf(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        params, cfg = load_hf(path)
     stored = load_file(path / WEIGHTS)
     loaded = {".".join(entry.key for entry in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
     if loaded.keys() != stored.keys() or any(stored[n].tobytes() != np.asarray(loaded[n]).tobytes() for n in stored):
@@ -432,9 +434,11 @@ def use(path: Path, tokenizer: bool) -> str:
         return f"config: {wrong}"
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
-    numbers = {name: value for name, value in given.items() if isinstance(value, int | float | str) and value == value}
+    known = {name: value for name, value in given.items() if name in OPTIONS}
+    numbers = {name: value for name, value in known.items() if isinstance(value, int | float | str) and value == value}
     off = {name for name, value in numbers.items() if value == 0 and getattr(cfg, name) is None}
-    wrong = [name for name, value in numbers.items() if name not in off and getattr(cfg, name) != value]
+    left_out = " ".join(str(warning.message) for warning in told)
+    wrong = [name for name in numbers.keys() - off if getattr(cfg, name) != numbers[name] and name not in left_out]
     return f"generation config: {wrong}" if wrong else ""
 
 
