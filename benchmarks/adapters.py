@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import measure
 from convert import load_hf
 from jaxgen import GenerationConfig, arguments, generate
-from jaxgen.model.lowrank import Adapters
+from jaxgen.core.model.lowrank import Adapters
 
 BUNDLED = Path(__file__).parent.parent / "jaxgen" / "demo"
 

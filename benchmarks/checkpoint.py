@@ -17,8 +17,8 @@ from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.hf import copy_tokenizer, write_checkpoint
 from convert.shards import in_order, read_json
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.config import ModelConfig
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.config import ModelConfig
 
 _CHUNK = 1 << 20  # elements that one thread draws at once
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks import measure
 from jaxgen import GenerationConfig, History, ModelConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.option import GUIDANCE, WARP, Option
-from jaxgen.decoding import sample
-from jaxgen.logits import processors, warpers
-from jaxgen.logits.row_options import RowOptions
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.option import GUIDANCE, WARP, Option
+from jaxgen.core.decoding import sample
+from jaxgen.core.logits import processors, warpers
+from jaxgen.core.logits.row_options import RowOptions
 
 HISTORY = 512  # tokens in each row, half of them generated
 

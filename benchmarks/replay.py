@@ -26,9 +26,9 @@ from jax import lax
 from benchmarks import measure
 from convert import load_hf
 from jaxgen import GenerateOutput, GenerationConfig, TokenAutomaton, Tokenizer, arguments, demo, generate, score
-from jaxgen.decoding.logprobs import logprobs_of
-from jaxgen.model.cache import KVCache
-from jaxgen.model.causal_lm import forward
+from jaxgen.core.decoding.logprobs import logprobs_of
+from jaxgen.core.model.cache import KVCache
+from jaxgen.core.model.causal_lm import forward
 
 OPTIONS = {
     "temperature 1": {},

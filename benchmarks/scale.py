@@ -29,8 +29,8 @@ from jax.sharding import Mesh
 from benchmarks import hlo, measure
 from benchmarks.targets import CHIPS, Chip, compile_generate, mesh_for
 from jaxgen import GenerationConfig, InputError, JaxgenError, ModelConfig, arguments
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.sharding import divide
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.sharding import divide
 
 
 def main() -> None:

@@ -29,9 +29,9 @@ from jsonschema.validators import validator_for
 
 from benchmarks import measure
 from jaxgen import TokenAutomaton, Tokenizer
+from jaxgen.core.grammar.byte_automaton import ByteAutomaton, compile_expression, distances, edges
+from jaxgen.core.grammar.json_schema import read_schema
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression, distances, edges
-from jaxgen.grammar.json_schema import read_schema
 
 SEED = 2026  # the committed choice
 LENGTHS = (5, 40, 200, 800)  # bytes after which a random text takes the shortest way to its end

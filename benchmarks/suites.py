@@ -19,8 +19,8 @@ from benchmarks import measure, plots
 from benchmarks.measure import Answer, Case, InTurn
 from benchmarks.program import Failed, Program, spec
 from jaxgen import arguments
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.config import ModelConfig
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.config import ModelConfig
 
 TEMPERATURE = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 NUCLEUS = TEMPERATURE | {"top_k": 20, "top_p": 0.8}

@@ -20,14 +20,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.config.generation_config import model_of
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.fused import fuse_projections
-from jaxgen.model.int8 import Int8
-from jaxgen.model.sharding import divide, shardings
-from jaxgen.request.driver import run_whole
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.core.config.generation_config import model_of
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.fused import fuse_projections
+from jaxgen.core.model.int8 import Int8
+from jaxgen.core.model.sharding import divide, shardings
+from jaxgen.core.request.driver import run_whole
+from jaxgen.core.request.prepare import CallInputs, prepare
 
 
 @dataclasses.dataclass(frozen=True)

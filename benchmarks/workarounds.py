@@ -27,12 +27,12 @@ import numpy as np
 from benchmarks import hlo, measure
 from convert import load_hf
 from jaxgen import GenerationConfig
-from jaxgen.config.generation_config import model_of
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
-from jaxgen.model import cache_storage, workarounds
-from jaxgen.request.driver import run_whole
-from jaxgen.request.prepare import CallInputs, Prepared, prepare
+from jaxgen.core.config.generation_config import model_of
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.model import cache_storage, workarounds
+from jaxgen.core.request.driver import run_whole
+from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 
 _PROMPT, _FEW, _MORE = 128, 1, 17  # tokens
 _MB = 1e6

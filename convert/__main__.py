@@ -22,8 +22,8 @@ from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
+from jaxgen.core.model.quantization import CHOICES, all_built_in
 from jaxgen.errors import ConfigError, JaxgenError, JaxgenWarning, one_line
-from jaxgen.model.quantization import CHOICES, all_built_in
 
 PROGRAM = "python -m convert"
 

@@ -19,13 +19,13 @@ from convert.errors import CheckpointError
 from convert.hf import Checkpoint
 from convert.shards import ADAPTER, ADAPTER_STEM, find_tensors, read_json, write_json
 from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.core.config.generation_config import GenerationConfig, model_of
+from jaxgen.core.model.causal_lm import FUSED, param_shapes
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.lowrank import Adapters, LowRank
+from jaxgen.core.model.sharding import mesh_of, shard_params
+from jaxgen.core.model.weights import Quantized
 from jaxgen.errors import ConfigError, InputError, one_line, shown, warn
-from jaxgen.model.causal_lm import FUSED, param_shapes
-from jaxgen.model.config import ModelConfig
-from jaxgen.model.lowrank import Adapters, LowRank
-from jaxgen.model.sharding import mesh_of, shard_params
-from jaxgen.model.weights import Quantized
 
 _CONFIG, _PREFIX = "adapter_config.json", "base_model.model."
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"

@@ -30,19 +30,19 @@ from convert.shards import (
     write_configs,
 )
 from convert.tensors import DTYPES, STORED, Tensor, same_bits
-from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of
-from jaxgen.config.values import is_tracer
+from jaxgen.core.config.generation_config import GenerationConfig, endless_ids, model_of
+from jaxgen.core.config.values import is_tracer
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.fused import separate
+from jaxgen.core.model.lowrank import Adapters, LowRank
+from jaxgen.core.model.quantization import all_built_in, kind_of
+from jaxgen.core.model.sharding import shardings
+from jaxgen.core.model.weights import Quantized
+from jaxgen.core.text.json_file import fetch_again
+from jaxgen.core.text.tokenizer import check_tokenizer
+from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.config import ModelConfig
-from jaxgen.model.fused import separate
-from jaxgen.model.lowrank import Adapters, LowRank
-from jaxgen.model.quantization import all_built_in, kind_of
-from jaxgen.model.sharding import shardings
-from jaxgen.model.weights import Quantized
-from jaxgen.text.json_file import fetch_again
-from jaxgen.text.tokenizer import check_tokenizer
-from jaxgen.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
@@ -127,10 +127,10 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps the dtype of each tensor. The returned
             `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
             the activations and the other parameters.
-        quantize: "int8" converts each matrix, including the embedding and the head, to `jaxgen.model.int8.Int8`: 8-bit
-            numbers with a scale for each output channel. "none" converts quantized matrices, such as those that
+        quantize: "int8" converts each matrix, including the embedding and the head, to `Int8`: 8-bit numbers with
+            a scale for each output channel. "none" converts quantized matrices, such as those that
             `python -m convert --quantize int8` writes, to arrays in `dtype`. By default (None), matrices are loaded as
-            they are stored. A subclass of `jaxgen.model.weights.Quantized` selects a custom kind of weight.
+            they are stored. A subclass of `jaxgen.core.model.weights.Quantized` selects a custom kind of weight.
         mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, across which the parameters are split. Each
             process reads only the bytes that its own devices need.
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxgen.core.model.config import read_model
+from jaxgen.core.text.json_file import fetch_again, read_json
+from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
-from jaxgen.model.config import read_model
 from jaxgen.remote import is_url, local_copy
-from jaxgen.text.json_file import fetch_again, read_json
-from jaxgen.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)

@@ -16,10 +16,10 @@ import numpy as np
 from convert.hf import Checkpoint, check_params
 from convert.quantized import kind_in
 from convert.tensors import DerivedTensor, Tensor
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.core.config.generation_config import GenerationConfig, model_of
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.fused import separate
 from jaxgen.errors import ConfigError
-from jaxgen.model.config import ModelConfig
-from jaxgen.model.fused import separate
 
 _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bias)")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.tensors import Tensor
-from jaxgen.config.file_options import usable_options
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.file_options import usable_options
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.model.config import ModelConfig, read_model
 from jaxgen.errors import JaxgenError, one_line
-from jaxgen.model.config import ModelConfig, read_model
 
 _BASE = ("embed_tokens", "layers", "norm", "rotary_emb")  # parts of transformers' base models
 _OTHER_HEADS = re.compile(r"(v_head|value_head|score)\..+")  # of TRL and of transformers' classifiers

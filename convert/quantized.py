@@ -16,8 +16,8 @@ import numpy as np
 from convert.errors import CheckpointError
 from convert.shards import STEM
 from convert.tensors import DTYPES, NAMES, STORED, Tensor
+from jaxgen.core.model.weights import Quantized
 from jaxgen.errors import InputError
-from jaxgen.model.weights import Quantized
 
 _CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 

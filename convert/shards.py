@@ -14,9 +14,9 @@ import numpy as np
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
 from convert.tensors import Tensor, read_header, write_file
+from jaxgen.core.text import json_file
 from jaxgen.errors import ConfigError
 from jaxgen.remote import is_url
-from jaxgen.text import json_file
 
 STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"

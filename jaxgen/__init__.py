@@ -9,11 +9,11 @@ TYPE_CHECKING = False  # type checkers assume that this is True; importing the n
 
 _NAMES = {
     "compile_cache": "enable_cache",
-    "config.constraints": "DisjunctiveConstraint PhrasalConstraint",
-    "config.generation_config": "GenerationConfig",
-    "decoding.continuation": "Continuation",
-    "decoding.hook": "StepHook StepInputs StepOutput",
-    "decoding.stop_reasons": "StopReason",
+    "core.config.constraints": "DisjunctiveConstraint PhrasalConstraint",
+    "core.config.generation_config": "GenerationConfig",
+    "core.decoding.continuation": "Continuation",
+    "core.decoding.hook": "StepHook StepInputs StepOutput",
+    "core.decoding.stop_reasons": "StopReason",
     "engine.engine": "Engine",
     "engine.home": "EngineClosed",
     "engine.many_prompts": "generate_many",
@@ -21,28 +21,28 @@ _NAMES = {
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "export.file": "ExportedPrograms",
     "export.generate": "export_generate",
-    "generation": "generate prefill",
-    "grammar.grammar": "Grammar",
-    "grammar.token_automaton": "TokenAutomaton",
-    "logits.history": "History",
-    "logits.watermark": "WatermarkDetector WatermarkingConfig",
-    "model.cache": "KVCache",
-    "model.causal_lm": "CausalLM ModelOutput",
-    "model.config": "ModelConfig RopeConfig",
-    "model.fused": "fuse_projections",
-    "model.sharding": "shard_params",
-    "output": "GenerateOutput",
-    "decoding.logprobs": "LogProbs",
-    "scoring.choices": "ChoiceScores score_choices",
-    "scoring.embedding": "embed",
-    "scoring.many": "TokenScores score_many",
-    "scoring.pooling": "Pooling",
-    "scoring.text": "score",
-    "scoring.transitions": "compute_transition_scores",
-    "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
-    "text.tokenizer": "Batch Tokenizer",
-    "precompile": "warmup",
-    "request.running.engine_sizes": "EngineSizes",
+    "core.generation": "generate prefill",
+    "core.grammar.grammar": "Grammar",
+    "core.grammar.token_automaton": "TokenAutomaton",
+    "core.logits.history": "History",
+    "core.logits.watermark": "WatermarkDetector WatermarkingConfig",
+    "core.model.cache": "KVCache",
+    "core.model.causal_lm": "CausalLM ModelOutput",
+    "core.model.config": "ModelConfig RopeConfig",
+    "core.model.fused": "fuse_projections",
+    "core.model.sharding": "shard_params",
+    "core.output": "GenerateOutput",
+    "core.decoding.logprobs": "LogProbs",
+    "core.scoring.choices": "ChoiceScores score_choices",
+    "core.scoring.embedding": "embed",
+    "core.scoring.many": "TokenScores score_many",
+    "core.scoring.pooling": "Pooling",
+    "core.scoring.text": "score",
+    "core.scoring.transitions": "compute_transition_scores",
+    "core.text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
+    "core.text.tokenizer": "Batch Tokenizer",
+    "core.precompile": "warmup",
+    "core.request.running.engine_sizes": "EngineSizes",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(("load_adapter", "load_hf", "save_adapter", "save_hf"), "convert")
@@ -57,19 +57,49 @@ if TYPE_CHECKING:
         save_hf as save_hf,
     )
     from jaxgen.compile_cache import enable_cache as enable_cache
-    from jaxgen.config.constraints import (
+    from jaxgen.core.config.constraints import (
         DisjunctiveConstraint as DisjunctiveConstraint,
         PhrasalConstraint as PhrasalConstraint,
     )
-    from jaxgen.config.generation_config import GenerationConfig as GenerationConfig
-    from jaxgen.decoding.continuation import Continuation as Continuation
-    from jaxgen.decoding.hook import (
+    from jaxgen.core.config.generation_config import GenerationConfig as GenerationConfig
+    from jaxgen.core.decoding.continuation import Continuation as Continuation
+    from jaxgen.core.decoding.hook import (
         StepHook as StepHook,
         StepInputs as StepInputs,
         StepOutput as StepOutput,
     )
-    from jaxgen.decoding.logprobs import LogProbs as LogProbs
-    from jaxgen.decoding.stop_reasons import StopReason as StopReason
+    from jaxgen.core.decoding.logprobs import LogProbs as LogProbs
+    from jaxgen.core.decoding.stop_reasons import StopReason as StopReason
+    from jaxgen.core.generation import generate as generate, prefill as prefill
+    from jaxgen.core.grammar.grammar import Grammar as Grammar
+    from jaxgen.core.grammar.token_automaton import TokenAutomaton as TokenAutomaton
+    from jaxgen.core.logits.history import History as History
+    from jaxgen.core.logits.watermark import (
+        WatermarkDetector as WatermarkDetector,
+        WatermarkingConfig as WatermarkingConfig,
+    )
+    from jaxgen.core.model.cache import KVCache as KVCache
+    from jaxgen.core.model.causal_lm import CausalLM as CausalLM, ModelOutput as ModelOutput
+    from jaxgen.core.model.config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
+    from jaxgen.core.model.fused import fuse_projections as fuse_projections
+    from jaxgen.core.model.sharding import shard_params as shard_params
+    from jaxgen.core.output import GenerateOutput as GenerateOutput
+    from jaxgen.core.precompile import warmup as warmup
+    from jaxgen.core.request.running.engine_sizes import EngineSizes as EngineSizes
+    from jaxgen.core.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
+    from jaxgen.core.scoring.embedding import embed as embed
+    from jaxgen.core.scoring.many import TokenScores as TokenScores, score_many as score_many
+    from jaxgen.core.scoring.pooling import Pooling as Pooling
+    from jaxgen.core.scoring.text import score as score
+    from jaxgen.core.scoring.transitions import compute_transition_scores as compute_transition_scores
+    from jaxgen.core.text.streaming import (
+        AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,
+        TextIteratorStreamer as TextIteratorStreamer,
+        TextRowStreamer as TextRowStreamer,
+        TextStream as TextStream,
+        TextStreamer as TextStreamer,
+    )
+    from jaxgen.core.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
     from jaxgen.engine.engine import Engine as Engine
     from jaxgen.engine.home import EngineClosed as EngineClosed
     from jaxgen.engine.many_prompts import generate_many as generate_many
@@ -88,33 +118,6 @@ if TYPE_CHECKING:
     )
     from jaxgen.export.file import ExportedPrograms as ExportedPrograms
     from jaxgen.export.generate import export_generate as export_generate
-    from jaxgen.generation import generate as generate, prefill as prefill
-    from jaxgen.grammar.grammar import Grammar as Grammar
-    from jaxgen.grammar.token_automaton import TokenAutomaton as TokenAutomaton
-    from jaxgen.logits.history import History as History
-    from jaxgen.logits.watermark import WatermarkDetector as WatermarkDetector, WatermarkingConfig as WatermarkingConfig
-    from jaxgen.model.cache import KVCache as KVCache
-    from jaxgen.model.causal_lm import CausalLM as CausalLM, ModelOutput as ModelOutput
-    from jaxgen.model.config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
-    from jaxgen.model.fused import fuse_projections as fuse_projections
-    from jaxgen.model.sharding import shard_params as shard_params
-    from jaxgen.output import GenerateOutput as GenerateOutput
-    from jaxgen.precompile import warmup as warmup
-    from jaxgen.request.running.engine_sizes import EngineSizes as EngineSizes
-    from jaxgen.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
-    from jaxgen.scoring.embedding import embed as embed
-    from jaxgen.scoring.many import TokenScores as TokenScores, score_many as score_many
-    from jaxgen.scoring.pooling import Pooling as Pooling
-    from jaxgen.scoring.text import score as score
-    from jaxgen.scoring.transitions import compute_transition_scores as compute_transition_scores
-    from jaxgen.text.streaming import (
-        AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,
-        TextIteratorStreamer as TextIteratorStreamer,
-        TextRowStreamer as TextRowStreamer,
-        TextStream as TextStream,
-        TextStreamer as TextStreamer,
-    )
-    from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
 else:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str):

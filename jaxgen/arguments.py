@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxgen.core.model.config import DTYPES
+from jaxgen.core.model.quantization import CHOICES
+from jaxgen.core.text.json_file import kind_of, parse_json
 from jaxgen.errors import InputError
-from jaxgen.model.config import DTYPES
-from jaxgen.model.quantization import CHOICES
 from jaxgen.remote import is_url
-from jaxgen.text.json_file import kind_of, parse_json
 
 # Exit statuses of the commands.
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141

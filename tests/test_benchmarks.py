@@ -25,7 +25,7 @@ from benchmarks import accelerator, attack, evaluate, measure, plots, processors
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen import Tokenizer
-from jaxgen.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_options import OPTIONS
 from tests.support import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -347,7 +347,7 @@ def test_a_greedy_call_visits_little_code():
     assert functions <= 246
     assert calls <= 156
     pipeline = "logits/pipeline.py"  # used only if a processor is on
-    assert (ROOT / "jaxgen" / pipeline).exists()
+    assert (ROOT / "jaxgen" / "core" / pipeline).exists()
     assert pipeline not in printed
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError, generate, warmup
-from jaxgen.config.generation_options import TRACED
-from jaxgen.config.option import SAMPLE
+from jaxgen.core.config.generation_options import TRACED
+from jaxgen.core.config.option import SAMPLE
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
 from tests.support.streamers import Collector

@@ -15,12 +15,12 @@ import pytest
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.grammar import row_parts
-from jaxgen.model import cache_storage, workarounds
-from jaxgen.model.linear import _plain
+from jaxgen.core.grammar import row_parts
+from jaxgen.core.model import cache_storage, workarounds
+from jaxgen.core.model.linear import _plain
+from jaxgen.core.request.running.automaton_tables import GrammarTable, grammar_capacity
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.programs import Program
-from jaxgen.request.running.automaton_tables import GrammarTable, grammar_capacity
-from jaxgen.request.running.engine_sizes import EngineSizes
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
 from tests.support.slot_loops import COPY, ON_CHIP, copied_by_an_engine, copied_caches

@@ -15,10 +15,10 @@ import pytest
 from benchmarks.hlo import decode_step
 from benchmarks.profile import operations
 from jaxgen import CausalLM, GenerationConfig, Tokenizer, demo, fuse_projections, generate, load_hf, score, shard_params
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
-from jaxgen.request.driver import run_whole
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.request.driver import run_whole
+from jaxgen.core.request.prepare import CallInputs, prepare
 from tests.support.models import model_config, random_params
 from tests.test_meshes import CFG, IDS, MASK, MODES, PARAMS, mesh_of_shape
 
@@ -141,10 +141,10 @@ def test_a_step_copies_one_thing_to_the_host():
 PEAK = """
 import jax, numpy as np
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.extensions import Extensions
+from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.programs import bytes_taken
-from jaxgen.request.driver import run_whole
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.core.request.driver import run_whole
+from jaxgen.core.request.prepare import CallInputs, prepare
 from tests.support.models import random_params
 from tests.test_device import LARGE
 

@@ -91,9 +91,9 @@ def of_loop(names: dict) -> dict:
 
 
 OTHER_NAMES = {
-    "jaxgen/decoding/loop.py": of_loop,
-    "jaxgen/model/fused.py": of_fused,
-    "jaxgen/model/sharding.py": of_sharding,
+    "jaxgen/core/decoding/loop.py": of_loop,
+    "jaxgen/core/model/fused.py": of_fused,
+    "jaxgen/core/model/sharding.py": of_sharding,
     "jaxgen/training/loop.py": of_training,
 }
 

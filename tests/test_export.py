@@ -28,9 +28,9 @@ from jaxgen import (
     save_hf,
     shard_params,
 )
+from jaxgen.core.model.int8 import Int8
 from jaxgen.export.__main__ import main
 from jaxgen.export.file import read_description
-from jaxgen.model.int8 import Int8
 from jaxgen.training import lora
 from tests.support.automata import of_matrix
 from tests.support.models import left_pad, model_config, random_params, slow

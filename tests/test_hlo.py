@@ -12,13 +12,13 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache
 from jaxgen.buckets import cache_slots
-from jaxgen.config.availability import normal_form
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.request import Request
-from jaxgen.decoding.run import Run, Sizes
-from jaxgen.model.int8 import Int8
-from jaxgen.request.driver import run_whole
+from jaxgen.core.config.availability import normal_form
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.model.int8 import Int8
+from jaxgen.core.request.driver import run_whole
 from tests.support.models import model_config, slow
 from tests.support.slot_loops import copied_caches
 

@@ -25,9 +25,7 @@ FLOORS = (
     {"export"},
     {"__init__", "__main__"},
 )
-# The core turns parameters and prompts into tokens. The shell is built on it.
-CORE = set("model config logits grammar text decoding request output generation flat_call scoring".split())
-SHELL = {"engine", "serving", "cli", "evaluate", "export"}
+SHELL = {"engine", "serving", "cli", "evaluate", "export"}  # built on the core: the rooms in jaxgen/core
 MOST_NAMES = 50  # of the core, in the shell
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
@@ -40,12 +38,12 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 def room_of(module: str) -> str:
-    parts = [*module.split("."), "__init__"]
-    return parts[0] if parts[0] == "convert" else parts[1]
+    parts = [*module.removeprefix("jaxgen.core.").removeprefix("jaxgen.").split("."), "__init__"]
+    return "__init__" if parts[0] in ("jaxgen", "core") else parts[0]
 
 
 def is_core(module: str) -> bool:
-    return module.startswith("jaxgen.") and room_of(module) in CORE
+    return module.startswith("jaxgen.core.")
 
 
 def imports(module: str) -> set[str]:
@@ -96,10 +94,10 @@ def test_the_shell_takes_few_names_from_the_core():
 def test_8_bits_are_one_kind_of_several():
     """All other code uses only the interfaces of weights and caches, and needs no change for a new kind."""
     allowed = {
-        "jaxgen/model/int8.py",  # the kind of weight
-        "jaxgen/model/quantization.py",  # the table of kinds
-        "jaxgen/model/cache_storage.py",  # the kind of cache
-        "jaxgen/config/generation_options.py",  # cache_dtype
+        "jaxgen/core/model/int8.py",  # the kind of weight
+        "jaxgen/core/model/quantization.py",  # the table of kinds
+        "jaxgen/core/model/cache_storage.py",  # the kind of cache
+        "jaxgen/core/config/generation_options.py",  # cache_dtype
         "convert/hf.py",  # the documentation of load_hf and save_hf
     }
     found = {path for path in sources() if re.search("(?<!u)int8", path.read_text(), re.IGNORECASE)}
@@ -108,8 +106,8 @@ def test_8_bits_are_one_kind_of_several():
 
 def test_guidance_is_known_to_three_files():
     """All other code counts the rows of one stream. The cache converts their numbers: see `KVCache.streams`."""
-    users = {module for module, others in IMPORTS.items() if "jaxgen.decoding.guidance" in others}
-    assert users == {f"jaxgen.decoding.{name}" for name in ("forward", "dola", "loop")}
+    users = {module for module, others in IMPORTS.items() if "jaxgen.core.decoding.guidance" in others}
+    assert users == {f"jaxgen.core.decoding.{name}" for name in ("forward", "dola", "loop")}
 
 
 def test_every_room_has_a_floor():

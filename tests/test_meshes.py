@@ -13,9 +13,9 @@ from convert import CheckpointError, load_adapter, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
 from jaxgen import GenerationConfig, InputError, StepHook, generate, generate_many, prefill, score, shard_params
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.model.sharding import mesh_of
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.model.sharding import mesh_of
+from jaxgen.core.request.prepare import CallInputs, prepare
 from jaxgen.training import lora
 from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, train, train_step
 from tests.support.adapters import factors, write

@@ -42,11 +42,11 @@ assert xla_bridge._backends, "the check above looks at nothing"
 
 def test_options_and_the_command_line_are_read_without_jax():
     code = (
-        "import sys, jaxgen, jaxgen.__main__, jaxgen.config.reference\n"
+        "import sys, jaxgen, jaxgen.__main__, jaxgen.core.config.reference\n"
         "from jaxgen.cli import main, options, train_options\n"
         "options.parse(['--temperature', '0.5', '--eos-token-id', '[1, 2]', 'A'])\n"
         "train_options.parse(['--data', 'README.md', '--model', 'A', '--out', 'B'])\n"
-        "jaxgen.config.reference.reference()\n"
+        "jaxgen.core.config.reference.reference()\n"
         "assert not {'jax', 'flax'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

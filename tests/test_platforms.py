@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.modes import MODES
+from jaxgen.core.decoding.modes import MODES
 from tests.support.models import model_config, random_params, slow
 
 PLATFORMS = ("cpu", "cuda", "tpu")

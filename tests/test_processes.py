@@ -17,7 +17,7 @@ import pytest
 
 from convert import load_hf, save_hf
 from jaxgen import GenerationConfig, generate, generate_many, score
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.models import model_config, random_params
 from tests.support.one_of_two import OPTIONS, PROMPTS, grammar

@@ -21,9 +21,9 @@ from jaxgen import (
     score_many,
     warmup,
 )
+from jaxgen.core.scoring import many
 from jaxgen.programs import Program
 from jaxgen.progress import announced, progress_bar, repeating
-from jaxgen.scoring import many
 from tests.support.models import model_config, random_params
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxgen import Engine, GenerationConfig, generate, score
-from jaxgen.model.int8 import Int8
+from jaxgen.core.model.int8 import Int8
 from jaxgen.training import lora
 from tests.support.models import slow
 from tests.test_meshes import CFG, IDS, KEY, MASK, MODES, PARAMS

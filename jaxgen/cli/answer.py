@@ -41,23 +41,23 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.remote_output import local_target, output_file
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.config.availability import check_options, refuse_unavailable
-from jaxgen.config.ends import with_end_of_turn
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.availability import check_options, refuse_unavailable
+from jaxgen.core.config.ends import with_end_of_turn
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.model.fused import fuse_projections
+from jaxgen.core.request.assistant import check_assistant
+from jaxgen.core.request.checks import check_room, check_stop_strings
+from jaxgen.core.request.inputs import check_vocabulary
+from jaxgen.core.request.keys import seed_keys
+from jaxgen.core.request.lengths import Lengths
+from jaxgen.core.request.prompt_options import not_in_slots
+from jaxgen.core.request.running.engine_sizes import EngineSizes
+from jaxgen.core.text.json_file import read_file
+from jaxgen.core.text.tokenizer import Tokenizer
+from jaxgen.core.text.utf8_text import decoded
 from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
-from jaxgen.request.assistant import check_assistant
-from jaxgen.request.checks import check_room, check_stop_strings
-from jaxgen.request.inputs import check_vocabulary
-from jaxgen.request.keys import seed_keys
-from jaxgen.request.lengths import Lengths
-from jaxgen.request.prompt_options import not_in_slots
-from jaxgen.request.running.engine_sizes import EngineSizes
-from jaxgen.text.json_file import read_file
-from jaxgen.text.tokenizer import Tokenizer
-from jaxgen.text.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_BATCH_SIZE = 8

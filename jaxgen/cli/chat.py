@@ -21,14 +21,14 @@ from jaxgen.cli import terminal
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
-from jaxgen.config.availability import refuse_unavailable
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.decoding.continuation import Continuation
+from jaxgen.core.config.availability import refuse_unavailable
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.decoding.continuation import Continuation
+from jaxgen.core.request.checks import can_continue
+from jaxgen.core.request.fields import is_conversation
+from jaxgen.core.text.json_file import parse_json
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, JaxgenError
-from jaxgen.request.checks import can_continue
-from jaxgen.request.fields import is_conversation
-from jaxgen.text.json_file import parse_json
-from jaxgen.text.tokenizer import Tokenizer
 
 HELP = """\
 /reset           forget the conversation

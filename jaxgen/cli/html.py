@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxgen.cli.session import Session
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.output import GenerateOutput
 from jaxgen.errors import InputError
-from jaxgen.output import GenerateOutput
 from jaxgen.serving.page import MARK, page
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 

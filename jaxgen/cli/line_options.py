@@ -11,16 +11,16 @@ import numpy as np
 
 from jaxgen.buckets import power_of_two, prompt_bucket
 from jaxgen.cli.input_file import Line, line_errors
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.request.keys import own_keys
+from jaxgen.core.request.own_call import OwnCall, engine_reader, own_options
+from jaxgen.core.request.prompt_options import per_prompt_options
+from jaxgen.core.request.running.automaton_tables import with_space_for
+from jaxgen.core.request.running.engine_sizes import EngineSizes
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.keys import own_keys
-from jaxgen.request.own_call import OwnCall, engine_reader, own_options
-from jaxgen.request.prompt_options import per_prompt_options
-from jaxgen.request.running.automaton_tables import with_space_for
-from jaxgen.request.running.engine_sizes import EngineSizes
-from jaxgen.text.tokenizer import Tokenizer
 
 # The table of stop strings has space for all of them, but for no more than this number of states, unless one prompt
 # needs more.

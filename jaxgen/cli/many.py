@@ -28,16 +28,16 @@ from jaxgen.cli.line_options import (
 from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.generation import generate
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.output import GenerateOutput, failure_text
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many_prompts import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion
 from jaxgen.errors import GenerationError, JaxgenWarning
-from jaxgen.generation import generate
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.output import GenerateOutput, failure_text
-from jaxgen.request.running.engine_sizes import EngineSizes
 
 
 def write_answers(

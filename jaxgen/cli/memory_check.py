@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.request.memory import bytes_of_call
 from jaxgen.memory import REMEDY, check_free, size_text
 from jaxgen.programs import default_device
-from jaxgen.request.memory import bytes_of_call
 
 
 def check_memory(

@@ -16,10 +16,10 @@ from jaxgen import arguments
 from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
 from jaxgen.cli.size_options import add_size
-from jaxgen.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 from jaxgen.remote import is_url
-from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
-from jaxgen.generation import generate
-from jaxgen.output import GenerateOutput
-from jaxgen.text.streaming import TextStreamer
+from jaxgen.core.generation import generate
+from jaxgen.core.output import GenerateOutput
+from jaxgen.core.text.streaming import TextStreamer
 
 
 class Printer(TextStreamer):

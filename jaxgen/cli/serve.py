@@ -24,11 +24,11 @@ from jaxgen.cli.device import mesh_of_devices
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.serve_options import SERVED
 from jaxgen.cli.size_options import sizes_of
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.scoring.pooling import Pooling
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError
-from jaxgen.scoring.pooling import Pooling
-from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.version import __version__
 
 if TYPE_CHECKING:

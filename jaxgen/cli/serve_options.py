@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxgen import arguments
 from jaxgen.cli.size_options import add_size
-from jaxgen.request.running.engine_sizes import SIZES, EngineSizes
+from jaxgen.core.request.running.engine_sizes import SIZES, EngineSizes
 from jaxgen.serving.keys import check_key
 from jaxgen.serving.limits import Limits
 

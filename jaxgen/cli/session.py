@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxgen.cli.timing import Stats
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgen import arguments
-from jaxgen.request.running.engine_sizes import SIZES, EngineSizes, size_text
+from jaxgen.core.request.running.engine_sizes import SIZES, EngineSizes, size_text
 
 
 def add_size(add: Callable[..., Any], name: str, default: int | None, text: str = "", flag: str = "") -> None:

@@ -23,13 +23,13 @@ from convert.hub import local_directory
 from jaxgen.cli import terminal
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
-from jaxgen.config.tables import eos_list
+from jaxgen.core.config.tables import eos_list
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.request.inputs import check_vocabulary
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.memory import check_free, size_text
-from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
-from jaxgen.request.inputs import check_vocabulary
-from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in
 from jaxgen.training.dataset import pack, read_examples, shuffled

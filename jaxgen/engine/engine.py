@@ -9,20 +9,20 @@ from typing import Any
 
 import jax
 
-from jaxgen.config.availability import refuse_argument
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.hook import StepHook
+from jaxgen.core.config.availability import refuse_argument
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.decoding.hook import StepHook
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.request.prompt import Prompt
+from jaxgen.core.request.running.engine_sizes import SIZES, EngineSizes
+from jaxgen.core.request.running.plan import plan_of
+from jaxgen.core.request.running.schedule import Counts
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.processes import Processes
 from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
 from jaxgen.engine.runner import Runner
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.progress import progress_bar
-from jaxgen.request.prompt import Prompt
-from jaxgen.request.running.engine_sizes import SIZES, EngineSizes
-from jaxgen.request.running.plan import plan_of
-from jaxgen.request.running.schedule import Counts
-from jaxgen.text.tokenizer import Tokenizer
 
 
 class Engine:

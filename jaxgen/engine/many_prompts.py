@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.fields import as_fields, refuse_unknown
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.results import Completion, Event, Handle
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.progress import progress_bar
-from jaxgen.request.fields import as_fields, refuse_unknown
-from jaxgen.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

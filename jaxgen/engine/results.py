@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stop_reasons import FAILURES, StopReason
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.stop_reasons import FAILURES, StopReason
+from jaxgen.core.request.prompt import Prompt
+from jaxgen.core.text.streaming import TextStream
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.home import Home, waits
 from jaxgen.errors import JaxgenError
-from jaxgen.request.prompt import Prompt
-from jaxgen.text.streaming import TextStream
-from jaxgen.text.tokenizer import Tokenizer
 
 _NEXT = "the iterator of a handle"  # in error messages
 

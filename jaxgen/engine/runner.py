@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.running.plan import Plan
+from jaxgen.core.request.running.schedule import Job, Pace, Schedule
 from jaxgen.engine.home import EngineClosed, Home
 from jaxgen.engine.processes import Action, ChunkPlan, Processes
-from jaxgen.request.running.plan import Plan
-from jaxgen.request.running.schedule import Job, Pace, Schedule
 
 # While no chunk is running: seconds between messages to the other processes, and between checks of whether the engine
 # still has references.

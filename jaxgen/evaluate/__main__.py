@@ -72,8 +72,8 @@ def _model(options: argparse.Namespace) -> type:
     """Return the class that the harness instantiates as the model."""
     from jaxgen.cli.answer import load_model, open_model
     from jaxgen.compile_cache import enable_cache
+    from jaxgen.core.text.tokenizer import Tokenizer
     from jaxgen.evaluate.lm import JaxgenLM
-    from jaxgen.text.tokenizer import Tokenizer
 
     if options.compile_cache:
         enable_cache()

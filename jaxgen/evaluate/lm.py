@@ -10,15 +10,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.tables import eos_list
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.tables import eos_list
+from jaxgen.core.scoring.many import score_many
+from jaxgen.core.text.chat_template import continued
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.many_prompts import generate_many
 from jaxgen.errors import ConfigError, GenerationError, InputError
 from jaxgen.progress import is_on
-from jaxgen.scoring.many import score_many
-from jaxgen.text.chat_template import continued
-from jaxgen.text.tokenizer import Tokenizer
 
 
 class JaxgenLM(TemplateLM):

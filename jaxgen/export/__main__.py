@@ -19,12 +19,12 @@ from convert.hf import load_shapes
 from jaxgen import arguments
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
 from jaxgen.cli.options import add_generation, generation_fields, in_flags
+from jaxgen.core.flat_call import flat_params
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import JaxgenError, JaxgenWarning, one_line
 from jaxgen.export.file import read_description, summary
 from jaxgen.export.generate import export_generate
 from jaxgen.export.lowering import PLATFORMS
-from jaxgen.flat_call import flat_params
-from jaxgen.text.tokenizer import Tokenizer
 
 PROGRAM = "python -m jaxgen.export"
 

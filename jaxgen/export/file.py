@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax import export
 
+from jaxgen.core.flat_call import flat_params
 from jaxgen.errors import InputError
-from jaxgen.flat_call import flat_params
 
 DESCRIPTION, INPUTS = "description.json", "inputs.npz"
 FORMAT = 1

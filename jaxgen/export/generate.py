@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.decoding.hook import StepHook
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.decoding.hook import StepHook
+from jaxgen.core.flat_call import flat_call
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms
 from jaxgen.export.lowering import PLATFORMS, check_platforms, description, exported
-from jaxgen.flat_call import flat_call
-from jaxgen.grammar.token_automaton import TokenAutomaton
 
 # Arguments of `generate` that cannot be exported, and the reasons.
 _REFUSED = {

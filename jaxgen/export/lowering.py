@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.flat_call import KEYS, flat_params
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.export.file import FORMAT, forms
-from jaxgen.flat_call import KEYS, flat_params
 from jaxgen.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.text.streaming import StopCut, TextStream
 from jaxgen.engine.results import Event
 from jaxgen.serving.formats.format import CallParser
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.thoughts import ThoughtParser
-from jaxgen.text.streaming import StopCut, TextStream
 
 
 class Delta(NamedTuple):

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.prompt import Prompt
+from jaxgen.core.scoring.text import score
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
-from jaxgen.request.prompt import Prompt
-from jaxgen.scoring.text import score
 from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.embeddings import Embedder

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxgen.core.scoring.pooling import Pooling
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
-from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.answering import LARGE, Answering
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, JaxgenError, bare, shown
 from jaxgen.serving.formats.format import Format
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatMessage, PastCall
-from jaxgen.text.json_file import parse_json
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 _REFUSED = {"audio": "leave it out", "function_call": "use tool_calls", "prefix": "use continue_final_message"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxgen.text.streaming import TextStream
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.streaming import TextStream
+from jaxgen.core.text.tokenizer import Tokenizer
 
 
 class Echo(NamedTuple):

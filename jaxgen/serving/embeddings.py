@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from jaxgen.buckets import prompt_bucket
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.request.inputs import row_ids
+from jaxgen.core.scoring.embedding import embed
+from jaxgen.core.scoring.pooling import Pooling
 from jaxgen.errors import shown
 from jaxgen.programs import default_device
-from jaxgen.request.inputs import row_ids
-from jaxgen.scoring.embedding import embed
-from jaxgen.scoring.pooling import Pooling
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.http_errors import ApiError, about
 

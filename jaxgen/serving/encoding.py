@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import ConfigError
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.text.tokenizer import Tokenizer
 
 _BYTES = 128  # assumed to be the length of the longest token if it is shorter, because some tokenizers drop characters
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxgen.grammar.grammar import Grammar
+from jaxgen.core.grammar.grammar import Grammar
 
 
 def free_text(*ends: str) -> Grammar:

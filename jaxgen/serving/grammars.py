@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import jax
 
+from jaxgen.core.grammar.grammar import Grammar
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError, JaxgenError
-from jaxgen.grammar.grammar import Grammar
-from jaxgen.grammar.token_automaton import TokenAutomaton
 
 _MOST_BYTES = 2**27  # maximum size of all cached grammars together
 _MOST_REFUSALS = 256  # maximum number of cached errors

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.text.json_file import parse_json
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
 _MAX_TOKENS = re.compile(r"\bmax_tokens\b")

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.grammar.grammar import Grammar
+from jaxgen.core.grammar.grammar import Grammar
+from jaxgen.core.text.chat_template import continued
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.serving import thoughts
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.formats.format import CallParser, Format
@@ -15,8 +17,6 @@ from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatMessage, ChatRequest, TokenizeRequest
 from jaxgen.serving.thoughts import Tags, ThoughtParser
 from jaxgen.serving.tools import Tools
-from jaxgen.text.chat_template import continued
-from jaxgen.text.tokenizer import Tokenizer
 
 # Names that chat_template_kwargs must not have, because they are set in other ways
 _TAKEN = {"add_generation_prompt", "conversation", "documents", "messages", "self", "tools"}

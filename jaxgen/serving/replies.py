@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxgen.request.prompt import Prompt
+from jaxgen.core.request.prompt import Prompt
 from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError

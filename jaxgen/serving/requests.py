@@ -12,13 +12,16 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxgen.config.ends import with_end_of_turn
-from jaxgen.config.tables import eos_list
+from jaxgen.core.config.ends import with_end_of_turn
+from jaxgen.core.config.tables import eos_list
+from jaxgen.core.grammar.grammar import Grammar
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.request.keys import seed_keys
+from jaxgen.core.request.prompt import Prompt, PromptReader
+from jaxgen.core.text.spelled import Spelled
+from jaxgen.core.text.streaming import StopCut, TextStream
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, check_whole, shown
-from jaxgen.grammar.grammar import Grammar
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.keys import seed_keys
-from jaxgen.request.prompt import Prompt, PromptReader
 from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
 from jaxgen.serving.encoding import Encoder
@@ -29,9 +32,6 @@ from jaxgen.serving.http_errors import ApiError, about
 from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
 from jaxgen.serving.rendering import Rendered, Renderer
 from jaxgen.serving.tools import Tools
-from jaxgen.text.spelled import Spelled
-from jaxgen.text.streaming import StopCut, TextStream
-from jaxgen.text.tokenizer import Tokenizer
 
 _MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import ConfigError
-from jaxgen.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # replaces -inf, which JSON cannot represent; vLLM uses the same number
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from jaxgen.core.grammar.grammar import Grammar
+from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
-from jaxgen.text.json_file import parse_json
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 

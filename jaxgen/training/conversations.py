@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxgen.core.text.chat_template import MARKS
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, shown
-from jaxgen.text.chat_template import MARKS
-from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training.examples import IGNORED, Example, ids_after
 from jaxgen.training.messages import read_messages, thought_and_text, with_calls, with_texts
 

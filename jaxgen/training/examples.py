@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
 
 IGNORED = -100  # the label of tokens that do not contribute to the loss
 

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxgen.core.model.causal_lm import forward
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.loss import next_token_loss
+from jaxgen.core.model.sharding import mesh_of, place_rows, replicate
+from jaxgen.core.model.weights import has_quantized
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.model.causal_lm import forward
-from jaxgen.model.config import ModelConfig
-from jaxgen.model.loss import next_token_loss
-from jaxgen.model.sharding import mesh_of, place_rows, replicate
-from jaxgen.model.weights import has_quantized
 from jaxgen.programs import Program, program
 from jaxgen.training.checkpoint import newest_notes, read_state, remove_states
 from jaxgen.training.lora import attach

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 
+from jaxgen.core.model.causal_lm import FUSED
+from jaxgen.core.model.lowrank import LowRank
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.model.causal_lm import FUSED
-from jaxgen.model.lowrank import LowRank
 
 # The projections of every layer. Embeddings and the head never get updates.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

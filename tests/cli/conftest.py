@@ -5,7 +5,7 @@ import pytest
 
 from convert import save_hf
 from jaxgen.cli import main as cli
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.models import counting_config, counting_params
 from tests.support.tokenizers import byte_level_backend, save
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen.cli import answer, main as cli, train_options
 from jaxgen.cli.options import OFFERED
-from jaxgen.config.kinds import Flag, Layers, OneOf, Seconds, StaticInteger, Text
+from jaxgen.core.config.kinds import Flag, Layers, OneOf, Seconds, StaticInteger, Text
 from jaxgen.errors import InputError
 from tests.support.bounded import bounded
 

@@ -20,15 +20,15 @@ from jaxgen.cli.line_options import (
     sizes_for,
 )
 from jaxgen.cli.session import Session
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.kinds import Flag, Flags
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.kinds import Flag, Flags
+from jaxgen.core.decoding.logprobs import LogProbs
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.keys import KEY_IMPL
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.results import Completion
-from jaxgen.request.keys import KEY_IMPL
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions
-from jaxgen.request.running.engine_sizes import EngineSizes
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
 from tests.support.answers import kill_commands
 from tests.support.models import model_config

@@ -16,7 +16,7 @@ from convert import load_adapter, load_hf, save_hf
 from jaxgen import demo, generate
 from jaxgen.cli import answer as cli, options, printing, serve_options, train_options
 from jaxgen.cli.main import main
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.adapters import factors, write
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 

@@ -16,9 +16,9 @@ from jaxgen import demo
 from jaxgen.cli import many, terminal
 from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.input_file import Line
-from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.request.running.schedule import Counts
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.running.schedule import Counts
+from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.answers import kill_commands, summed
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level

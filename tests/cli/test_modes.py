@@ -14,7 +14,7 @@ from jaxgen import generate, score
 from jaxgen.cli import printing
 from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
 from tests.support.tokenizers import CHATML
 

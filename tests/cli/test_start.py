@@ -11,7 +11,7 @@ import pytest
 
 from jaxgen import programs
 from jaxgen.cli import options
-from jaxgen.decoding.rng import seed_key
+from jaxgen.core.decoding.rng import seed_key
 from tests.support.compilations import compilations
 
 ROOT = Path(__file__).resolve().parents[2]

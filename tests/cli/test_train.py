@@ -23,7 +23,7 @@ from convert import load_hf, save_hf
 from convert.hf import TOKENIZER_FILES
 from jaxgen import GenerationConfig, InputError, Tokenizer, generate, load_adapter, score
 from jaxgen.cli import main as cli, train as finetune, train_options
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.training import lora
 from jaxgen.training.checkpoint import alone_in, write_state
 from jaxgen.training.dataset import pack, read_examples, shuffled

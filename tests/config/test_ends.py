@@ -1,8 +1,8 @@
 import pytest
 
 from jaxgen import GenerationConfig
-from jaxgen.config.ends import end_of_turn, with_end_of_turn
-from jaxgen.config.tables import eos_list
+from jaxgen.core.config.ends import end_of_turn, with_end_of_turn
+from jaxgen.core.config.tables import eos_list
 from tests.support.models import model_config
 from tests.support.tokenizers import byte_level
 

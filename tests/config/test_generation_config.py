@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, DisjunctiveConstraint, GenerationConfig, PhrasalConstraint
-from jaxgen.config.availability import normal_form
-from jaxgen.config.generation_config import warn_unused
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.option import WARP, Option
+from jaxgen.core.config.availability import normal_form
+from jaxgen.core.config.generation_config import warn_unused
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.option import WARP, Option
 from jaxgen.errors import JaxgenWarning
 from tests.support.models import model_config
 

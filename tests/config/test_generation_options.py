@@ -17,8 +17,8 @@ from jaxgen import (
     WatermarkingConfig,
     generate,
 )
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.reference import reference
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.reference import reference
 from tests.support import counting
 from tests.support.models import generated, left_pad, model_config, random_params
 from tests.support.tokenizers import byte_level
@@ -211,7 +211,7 @@ def test_the_reference_is_that_of_the_code():
     page = reference()
     assert all(page.count(f"\n| `{name}` |") == 1 for name in OPTIONS)
     path = Path(__file__).resolve().parents[2] / "docs" / "options.md"
-    assert path.read_text() == page, "regenerate it: python -m jaxgen.config.reference > docs/options.md"
+    assert path.read_text() == page, "regenerate it: python -m jaxgen.core.config.reference > docs/options.md"
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from convert import CheckpointError, load_adapter, load_hf, save_adapter, save_h
 from convert.adapter import merge_adapter
 from convert.hf import open_checkpoint
 from jaxgen import GenerationConfig, InputError, fuse_projections
+from jaxgen.core.model.causal_lm import forward
+from jaxgen.core.model.lowrank import LowRank
 from jaxgen.errors import JaxgenWarning
-from jaxgen.model.causal_lm import forward
-from jaxgen.model.lowrank import LowRank
 from tests.support.adapters import factors, merged, write
 from tests.support.goldens import GOLDENS
 from tests.support.models import model_config, random_params, slow

@@ -12,8 +12,8 @@ import pytest
 
 from convert import CheckpointError
 from convert.errors import SHOWN_PROBLEMS
+from jaxgen.core.text import json_file
 from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
-from jaxgen.text import json_file
 from tests.support.bounded import MOST_SECONDS, bounded
 from tests.support.damage import cases
 from tests.support.slow_tests import Choice

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save_file
 from convert import CheckpointError, load_hf, save_hf, shards
 from convert.kv_heads import pool_kv_heads
 from jaxgen import generate
+from jaxgen.core.model.int8 import Int8
 from jaxgen.errors import ConfigError
-from jaxgen.model.int8 import Int8
 from tests.support.checkpoints import GENERATION, LLAMA, QWEN2, weights, write
 
 FILE, INDEX = "model.int8.safetensors", "model.int8.safetensors.index.json"

@@ -9,8 +9,8 @@ import pytest
 
 from convert import load_adapter
 from jaxgen import Engine, GenerationConfig, InputError, generate, prefill, score, score_many
-from jaxgen.model import workarounds
-from jaxgen.model.lowrank import Adapters
+from jaxgen.core.model import workarounds
+from jaxgen.core.model.lowrank import Adapters
 from tests.support.adapters import factors, merged, write
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params, slow

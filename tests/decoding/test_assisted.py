@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from convert import load_hf
 from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
-from jaxgen.decoding.drafting import first_occurrence
+from jaxgen.core.decoding.drafting import first_occurrence
 from tests.support.compilations import compiled_by_other_values
 from tests.support.digits import MODEL, PROMPTS
 from tests.support.models import (

@@ -16,7 +16,7 @@ from jaxgen import (
     compute_transition_scores,
     generate,
 )
-from jaxgen.decoding.sample import draw_distinct
+from jaxgen.core.decoding.sample import draw_distinct
 from tests.support.compilations import compiled_by_other_values
 from tests.support.digits import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.config.constraints import ForcedWords
-from jaxgen.decoding.constraints import ConstraintAutomaton
+from jaxgen.core.config.constraints import ForcedWords
+from jaxgen.core.decoding.constraints import ConstraintAutomaton
 from tests.support.models import slow
 
 

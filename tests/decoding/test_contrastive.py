@@ -20,8 +20,8 @@ from jaxgen import (
     generate,
     score,
 )
-from jaxgen.config.tables import eos_list
-from jaxgen.model.causal_lm import hidden
+from jaxgen.core.config.tables import eos_list
+from jaxgen.core.model.causal_lm import hidden
 from tests.support.compilations import compiled_by_other_values
 from tests.support.digits import MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import all_generated, generated, left_pad, model_config, padded, random_params

@@ -18,7 +18,7 @@ from jaxgen import (
     generate,
     prefill,
 )
-from jaxgen.decoding.dola import contrasted
+from jaxgen.core.decoding.dola import contrasted
 from tests.support.compilations import compiled_by_other_values
 from tests.support.digits import PROMPTS
 from tests.support.models import all_generated, generated, left_pad, model_config, random_params

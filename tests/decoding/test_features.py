@@ -21,7 +21,7 @@ from jaxgen import (
     generate as generate_,
     prefill,
 )
-from jaxgen.decoding import modes
+from jaxgen.core.decoding import modes
 from tests.support.goldens import GOLDENS
 from tests.support.models import all_generated, left_pad, model_config, random_params
 from tests.support.streamers import Collector

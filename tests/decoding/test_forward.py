@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError, KVCache, StepHook
-from jaxgen.decoding.alignment import Tokens
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, inputs_of, observe, run_model, run_prompts
-from jaxgen.decoding.needs import Needs
-from jaxgen.model.causal_lm import ModelOutput, forward
+from jaxgen.core.decoding.alignment import Tokens
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.forward import Forward, ModelInputs, begin_hook, inputs_of, observe, run_model, run_prompts
+from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
 from tests.support.trunk import begun, prepared

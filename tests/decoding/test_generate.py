@@ -21,7 +21,7 @@ from jaxgen import (
     prefill,
     score,
 )
-from jaxgen.request.inputs import mask_of
+from jaxgen.core.request.inputs import mask_of
 from tests.support.counting import CFG, PARAMS, count, with_second_best
 from tests.support.models import (
     all_generated,

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxgen import KVCache
-from jaxgen.decoding import loop
-from jaxgen.decoding.continuation import UNKNOWN, Continuation
-from jaxgen.decoding.loop import Decoded, Mode, Progress
-from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.run import Run
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding import loop
+from jaxgen.core.decoding.continuation import UNKNOWN, Continuation
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.decoding.recording import Recording
+from jaxgen.core.decoding.rows import Rows
+from jaxgen.core.decoding.run import Run
+from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG, PARAMS
 from tests.support.trunk import MESH, prepared
 

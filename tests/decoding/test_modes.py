@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, StepHook, StopReason, TokenAutomaton, generate
-from jaxgen.decoding.extensions import Extensions, functions
-from jaxgen.decoding.modes import MODES, mode_of
-from jaxgen.decoding.sample import draw
-from jaxgen.grammar.stop_strings import StopStrings
-from jaxgen.model.cache import KeysValues
-from jaxgen.output import output
-from jaxgen.request.assistant import open_assistant
-from jaxgen.request.driver import run_whole
-from jaxgen.request.prepare import CallInputs, prepare
+from jaxgen.core.decoding.extensions import Extensions, functions
+from jaxgen.core.decoding.modes import MODES, mode_of
+from jaxgen.core.decoding.sample import draw
+from jaxgen.core.grammar.stop_strings import StopStrings
+from jaxgen.core.model.cache import KeysValues
+from jaxgen.core.output import output
+from jaxgen.core.request.assistant import open_assistant
+from jaxgen.core.request.driver import run_whole
+from jaxgen.core.request.prepare import CallInputs, prepare
 from tests.support.models import last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 from tests.support.toy_modes import Refill, Shuffle

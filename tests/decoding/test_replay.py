@@ -10,10 +10,10 @@ import pytest
 
 from convert import load_hf
 from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, demo, generate, score
+from jaxgen.core.logits.history import History
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
 from jaxgen.errors import JaxgenWarning
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
 from tests.scoring.test_text import close, sizes_with
 from tests.support.automata import of_matrix
 from tests.support.compilations import compilations

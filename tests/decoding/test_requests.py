@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, History, StepHook, StopReason, TokenAutomaton
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.decoding.extensions import Extensions, as_pytree
-from jaxgen.decoding.modes import mode_of
-from jaxgen.generation import extensions_of
-from jaxgen.request.driver import prefill_only, run_whole
-from jaxgen.request.prepare import CallInputs, Prepared, prepare
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.decoding.extensions import Extensions, as_pytree
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.generation import extensions_of
+from jaxgen.core.request.driver import prefill_only, run_whole
+from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from tests.support.letters import IDS, MASK, MODEL, PARAMS
 from tests.support.models import slow
 from tests.support.tokenizers import byte_level

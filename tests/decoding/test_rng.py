@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxgen import InputError
-from jaxgen.decoding.rng import seed_key, seed_words
+from jaxgen.core.decoding.rng import seed_key, seed_words
 from tests.support.compilations import compilations
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError
-from jaxgen.decoding.continuous.lanes import Lanes
-from jaxgen.decoding.extensions import Extensions, functions
-from jaxgen.decoding.loop import prefill
-from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.rows import Rows, Selection
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.continuous.lanes import Lanes
+from jaxgen.core.decoding.extensions import Extensions, functions
+from jaxgen.core.decoding.loop import prefill
+from jaxgen.core.decoding.recording import Recording
+from jaxgen.core.decoding.rows import Rows, Selection
+from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
 from tests.support.trunk import MESH, begun, prepared

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import StepHook
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.needs import Needs
-from jaxgen.decoding.request import Request
-from jaxgen.decoding.run import Run, Sizes, is_expanded
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.run import Run, Sizes, is_expanded
 from tests.support.counting import CFG
 from tests.support.trunk import MESH, prepared
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.logprobs import logprobs_of
-from jaxgen.decoding.rng import prompt_keys, sequence_keys
-from jaxgen.decoding.sample import draw
+from jaxgen.core.decoding.logprobs import logprobs_of
+from jaxgen.core.decoding.rng import prompt_keys, sequence_keys
+from jaxgen.core.decoding.sample import draw
 from tests.support.models import generated, left_pad, slow
 from tests.support.small import MODEL, PARAMS
 

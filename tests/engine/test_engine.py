@@ -21,14 +21,14 @@ from jaxgen import (
     generate,
     shard_params,
 )
-from jaxgen.decoding.continuous.queue import NOBODY
+from jaxgen.core.decoding.continuous.queue import NOBODY
+from jaxgen.core.grammar.token_automaton import Capacity
+from jaxgen.core.model.sharding import divide, mesh_of
+from jaxgen.core.request.running.automaton_tables import GrammarTable
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
-from jaxgen.grammar.token_automaton import Capacity
-from jaxgen.model.sharding import divide, mesh_of
-from jaxgen.request.running.automaton_tables import GrammarTable
 from tests.support import slot_loops
 from tests.support.compilations import compilations
 from tests.support.letters import MODEL, PARAMS

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxgen import Grammar, InputError
-from jaxgen.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.byte_automaton import compile_expression
 from tests.grammar.test_regex import accepts
 
 NUMBER = Grammar.regex("0|[1-9][0-9]?")

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import regress
 
+from jaxgen.core.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.json_schema import read_schema
+from jaxgen.core.grammar.regex import read_regex
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import compile_expression
-from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.regex import read_regex
 from tests.grammar.test_json_schema import texts
 from tests.grammar.test_regex import accepts
 from tests.support.bounded import MOST_SECONDS, bounded
@@ -415,8 +415,8 @@ LARGE = [
 MEASURE = """
 import re, sys, time
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import compile_expression
-from jaxgen.grammar.regex import read_regex
+from jaxgen.core.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.regex import read_regex
 for pattern in sys.argv[1:]:
     start = time.process_time()
     try:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from jaxgen.core.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.integers import integer_range
+from jaxgen.core.grammar.keywords import BOUNDS, MOST_DIGITS
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import compile_expression
-from jaxgen.grammar.integers import integer_range
-from jaxgen.grammar.keywords import BOUNDS, MOST_DIGITS
 from tests.grammar.test_json_schema import compile_schema, texts
 from tests.grammar.test_regex import accepts
 

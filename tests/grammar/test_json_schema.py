@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxgen.core.grammar.byte_automaton import ByteAutomaton, compile_expression, distances, edges
+from jaxgen.core.grammar.formats import FORMATS
+from jaxgen.core.grammar.json_schema import read_schema
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression, distances, edges
-from jaxgen.grammar.formats import FORMATS
-from jaxgen.grammar.json_schema import read_schema
 from tests.grammar.test_regex import accepts
 from tests.support.schemas import problem
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jsonschema.validators import validator_for
 
+from jaxgen.core.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.json_schema import read_schema
 from jaxgen.errors import InputError, JaxgenWarning
-from jaxgen.grammar.byte_automaton import compile_expression
-from jaxgen.grammar.json_schema import read_schema
 from tests.grammar.test_json_schema import compile_schema, texts
 from tests.grammar.test_regex import accepts
 from tests.support.schemas import problem

@@ -7,10 +7,10 @@ import pytest
 import regress
 from hypothesis import given, settings, strategies as st
 
+from jaxgen.core.grammar.byte_automaton import ByteAutomaton, compile_expression
+from jaxgen.core.grammar.expression import Characters
+from jaxgen.core.grammar.regex import read_regex
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression
-from jaxgen.grammar.expression import Characters
-from jaxgen.grammar.regex import read_regex
 
 TEXTS = ["".join(text) for size in range(5) for text in itertools.product("abé", repeat=size)]
 

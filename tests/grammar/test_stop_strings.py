@@ -9,10 +9,10 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models
 
+from jaxgen.core.grammar.stop_strings import StopStrings
+from jaxgen.core.text.token_bytes import BYTE_OF
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.grammar.stop_strings import StopStrings
-from jaxgen.text.token_bytes import BYTE_OF
-from jaxgen.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
 

@@ -11,11 +11,11 @@ import tokenizers
 from tokenizers import decoders, models
 
 from jaxgen import Grammar, Tokenizer, demo
+from jaxgen.core.grammar import row_parts, token_table
+from jaxgen.core.grammar.expression import NOTHING
+from jaxgen.core.grammar.token_automaton import Capacity, TokenAutomaton
+from jaxgen.core.grammar.within import within
 from jaxgen.errors import InputError
-from jaxgen.grammar import row_parts, token_table
-from jaxgen.grammar.expression import NOTHING
-from jaxgen.grammar.token_automaton import Capacity, TokenAutomaton
-from jaxgen.grammar.within import within
 from tests.support.automata import matrix, of_matrix
 from tests.support.bounded import bounded
 from tests.support.compilations import compilations

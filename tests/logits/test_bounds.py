@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig
-from jaxgen.decoding.logprobs import logprobs_of
-from jaxgen.decoding.sample import draw
+from jaxgen.core.decoding.logprobs import logprobs_of
+from jaxgen.core.decoding.sample import draw
 from jaxgen.errors import JaxgenError
 from tests.support.rows import history_of, process, warp
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxgen.logits import order_statistics as select
-from jaxgen.logits.order_statistics import bisect
+from jaxgen.core.logits import order_statistics as select
+from jaxgen.core.logits.order_statistics import bisect
 
 ROWS, SIZE = 3, 23
 kth_largest, last_of, ordered_bits = (jax.jit(f) for f in (select.kth_largest, select.last_of, select.ordered_bits))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.config.generation_options import OPTIONS, of_stage
-from jaxgen.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, RENORMALIZE, WARP
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.processors import PROCESSORS
-from jaxgen.logits.row_options import RowOptions
-from jaxgen.logits.warpers import WARPERS
+from jaxgen.core.config.generation_options import OPTIONS, of_stage
+from jaxgen.core.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, RENORMALIZE, WARP
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.processors import PROCESSORS
+from jaxgen.core.logits.row_options import RowOptions
+from jaxgen.core.logits.warpers import WARPERS
 from tests.support.rows import config_of, history_of
 
 # The classes of transformers 4.41.1, in the order of its two lists. HammingDiversity is only used by beam groups. In

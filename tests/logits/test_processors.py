@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.logits import processors
+from jaxgen.core.logits import processors
 from jaxgen.shapes import token_set
 from tests.support.compilations import compilations
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params

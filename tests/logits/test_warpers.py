@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxgen.logits import order_statistics, processors, warpers
+from jaxgen.core.logits import order_statistics, processors, warpers
 from tests.support.models import slow
 from tests.support.rows import history_of, process, warp
 

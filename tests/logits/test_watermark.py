@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, WatermarkDetector, WatermarkingConfig, generate
+from jaxgen.core.logits.watermark import green, watermark
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.logits.watermark import green, watermark
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params
 from tests.support.rows import history_of

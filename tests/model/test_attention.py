@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
-from jaxgen.model import attention as module, workarounds
-from jaxgen.model.attention import attention
-from jaxgen.model.cache import EMPTY, KeysValues
-from jaxgen.model.cache_storage import as_numbers, as_stored
-from jaxgen.model.context import NO_CONTEXT
-from jaxgen.model.masks import Visibility
-from jaxgen.scoring.logprobs import continuation_logprobs
+from jaxgen.core.model import attention as module, workarounds
+from jaxgen.core.model.attention import attention
+from jaxgen.core.model.cache import EMPTY, KeysValues
+from jaxgen.core.model.cache_storage import as_numbers, as_stored
+from jaxgen.core.model.context import NO_CONTEXT
+from jaxgen.core.model.masks import Visibility
+from jaxgen.core.scoring.logprobs import continuation_logprobs
 from tests.support.models import model_config, random_params, slow
 
 ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8

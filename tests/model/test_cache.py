@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, KVCache
-from jaxgen.model.cache import KeysValues
-from jaxgen.model.cache_storage import as_numbers, as_stored
+from jaxgen.core.model.cache import KeysValues
+from jaxgen.core.model.cache_storage import as_numbers, as_stored
 from tests.support.models import model_config, slow
 
 CFG = model_config()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, ModelConfig, RopeConfig
+from jaxgen.core.model import config_keys
+from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.families import FAMILIES
+from jaxgen.core.model.rope import inverse_frequencies
 from jaxgen.errors import JaxgenWarning
-from jaxgen.model import config_keys
-from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.families import FAMILIES
-from jaxgen.model.rope import inverse_frequencies
 from tests.support.goldens import GOLDENS
 from tests.support.models import CONFIG
 

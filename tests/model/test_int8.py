@@ -8,11 +8,11 @@ import pytest
 from convert import load_hf, save_hf
 from demo.corpus import conversations
 from jaxgen import Tokenizer, score
+from jaxgen.core.model import int8 as int8_module
+from jaxgen.core.model.context import NO_CONTEXT, Context
+from jaxgen.core.model.int8 import Int8
+from jaxgen.core.model.linear import linear, look_up
 from jaxgen.demo import PATH
-from jaxgen.model import int8 as int8_module
-from jaxgen.model.context import NO_CONTEXT, Context
-from jaxgen.model.int8 import Int8
-from jaxgen.model.linear import linear, look_up
 from tests.support.outliers import with_outliers
 
 F, D = 40, 64

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.model import linear as linear_module, workarounds
-from jaxgen.model.context import Context
-from jaxgen.model.linear import linear, look_up, product
-from jaxgen.model.workarounds import in_branch
+from jaxgen.core.model import linear as linear_module, workarounds
+from jaxgen.core.model.context import Context
+from jaxgen.core.model.linear import linear, look_up, product
+from jaxgen.core.model.workarounds import in_branch
 from tests.support.compilations import compilations
 
 DIVIDED = [False, True, None]

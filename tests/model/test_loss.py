@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgen.model.loss import next_token_loss
+from jaxgen.core.model.loss import next_token_loss
 
 
 def _loss(logits, labels):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import KVCache
-from jaxgen.model.cache import EMPTY
-from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, place, row_order
+from jaxgen.core.model.cache import EMPTY
+from jaxgen.core.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, place, row_order
 from tests.support.models import model_config
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate
-from jaxgen.model import causal_lm
-from jaxgen.model.context import Context
-from jaxgen.model.linear import linear, look_up, product
-from jaxgen.model.lowrank import LowRank
-from jaxgen.model.weights import Weight
+from jaxgen.core.model import causal_lm
+from jaxgen.core.model.context import Context
+from jaxgen.core.model.linear import linear, look_up, product
+from jaxgen.core.model.lowrank import LowRank
+from jaxgen.core.model.weights import Weight
 from jaxgen.training import lora
 from tests.support.models import counting_config, counting_params, model_config, random_params
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxgen.model import attention, cache, cache_storage, int8, linear, workarounds
-from jaxgen.model.causal_lm import CausalLM, forward
-from jaxgen.model.workarounds import in_branch, recomputed
+from jaxgen.core.model import attention, cache, cache_storage, int8, linear, workarounds
+from jaxgen.core.model.causal_lm import CausalLM, forward
+from jaxgen.core.model.workarounds import in_branch, recomputed
 from tests.support.models import model_config
 
 SIDE = 896  # of a square weight

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, generate
-from jaxgen.decoding.dola import candidate_layers
+from jaxgen.core.decoding.dola import candidate_layers
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated, left_pad, model_config
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.guidance import guide
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
+from jaxgen.core.decoding.guidance import guide
+from jaxgen.core.logits.history import History
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, prepare
 from tests.support.models import generated, left_pad, model_config
 

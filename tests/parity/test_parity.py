@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
+from jaxgen.core.logits.history import History
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated, left_pad, model_config, slow
 

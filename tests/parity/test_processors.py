@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.config.option import WARP
-from jaxgen.logits import processors
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.option import WARP
+from jaxgen.core.logits import processors
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS
 from tests.support.rows import config_of, history_of, warp
 

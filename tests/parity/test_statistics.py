@@ -14,13 +14,13 @@ import pytest
 from jax import lax
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.config.generation_options import of_stage
-from jaxgen.config.option import WARP
-from jaxgen.decoding.rng import prompt_keys, sequence_keys
-from jaxgen.decoding.sample import draw
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
+from jaxgen.core.config.generation_options import of_stage
+from jaxgen.core.config.option import WARP
+from jaxgen.core.decoding.rng import prompt_keys, sequence_keys
+from jaxgen.core.decoding.sample import draw
+from jaxgen.core.logits.history import History
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
 from tests.support.goldens import GOLDENS, load
 from tests.support.models import left_pad, model_config
 from tests.support.rows import warp

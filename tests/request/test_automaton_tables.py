@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, TokenAutomaton
-from jaxgen.grammar.stop_strings import StopAutomaton
-from jaxgen.grammar.token_automaton import Capacity
-from jaxgen.request.running.automaton_tables import GrammarTable, StopTable, grammar_capacity
-from jaxgen.request.running.engine_sizes import EngineSizes
+from jaxgen.core.grammar.stop_strings import StopAutomaton
+from jaxgen.core.grammar.token_automaton import Capacity
+from jaxgen.core.request.running.automaton_tables import GrammarTable, StopTable, grammar_capacity
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level
 

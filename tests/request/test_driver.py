@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.decoding.loop import Decoded, Mode, Progress
-from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.stop_reasons import StopReason
-from jaxgen.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
+from jaxgen.core.decoding.recording import Recording
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from tests.support.compilations import compilations
 from tests.support.streamers import Collector, RowCollector
 from tests.support.trunk import prepared
@@ -114,7 +114,7 @@ class Order:
     """A streamer that records when it gets tokens and when chunks are dispatched."""
 
     def __init__(self, monkeypatch):
-        from jaxgen.request import driver
+        from jaxgen.core.request import driver
 
         self.seen, advance = [], driver._advance
 

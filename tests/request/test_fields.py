@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
+from jaxgen.core.request.fields import hint, translated
 from jaxgen.errors import JaxgenWarning
-from jaxgen.request.fields import hint, translated
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
 from tests.support.letters import PARAMS
 

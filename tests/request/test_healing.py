@@ -20,8 +20,8 @@ from jaxgen import (
     generate,
     prefill,
 )
-from jaxgen.request.healing import heal
-from jaxgen.request.prepare import CallInputs
+from jaxgen.core.request.healing import heal
+from jaxgen.core.request.prepare import CallInputs
 from tests.support.automata import matrix
 from tests.support.compilations import compilations
 from tests.support.models import all_generated, generated, model_config, random_params, slow

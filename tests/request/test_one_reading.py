@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import ConfigError, GenerationConfig, InputError, TokenAutomaton
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.request.lengths import Lengths, beyond
-from jaxgen.request.prepare import CallInputs, prepare
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.request.lengths import Lengths, beyond
+from jaxgen.core.request.prepare import CallInputs, prepare
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions
 from tests.support.models import model_config
 from tests.support.tokenizers import byte_level
 

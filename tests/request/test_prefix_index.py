@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError
-from jaxgen.decoding.hook import StepHook
+from jaxgen.core.decoding.hook import StepHook
+from jaxgen.core.request.running.prefix_index import Prefixes
 from jaxgen.engine.engine import Engine
-from jaxgen.request.running.prefix_index import Prefixes
 from tests.engine.test_engine import assert_same
 from tests.support.models import model_config, random_params
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, InputError, JaxgenWarning, KVCache
-from jaxgen.decoding.continuation import UNKNOWN, Continuation
-from jaxgen.decoding.continuous.slots import Continuous
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import MODES
+from jaxgen.core.decoding.continuation import UNKNOWN, Continuation
+from jaxgen.core.decoding.continuous.slots import Continuous
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.modes import MODES
 from tests.support import small
 from tests.support.automata import of_matrix
 from tests.support.counting import CFG

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig
-from jaxgen.config.generation_options import OPTIONS
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions, not_in_slots
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.logits.history import History
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions, not_in_slots
 from tests.support.models import model_config
 
 CFG = GenerationConfig(model=model_config(), max_new_tokens=8, do_sample=True, top_k=0, eos_token_id=2)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StopReason
-from jaxgen.decoding.continuous.queue import NOBODY
+from jaxgen.core.decoding.continuous.queue import NOBODY
+from jaxgen.core.grammar.token_automaton import Capacity
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.core.request.running.automaton_tables import GrammarTable
+from jaxgen.core.request.running.prefix_index import Prefixes
+from jaxgen.core.request.running.schedule import Job, Pace, Schedule
 from jaxgen.engine.results import Results
-from jaxgen.grammar.token_automaton import Capacity
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions
-from jaxgen.request.running.automaton_tables import GrammarTable
-from jaxgen.request.running.prefix_index import Prefixes
-from jaxgen.request.running.schedule import Job, Pace, Schedule
 from tests.request.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
 

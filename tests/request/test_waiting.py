@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from jaxgen.request.running.waiting import Waiting
+from jaxgen.core.request.running.waiting import Waiting
 
 
 @dataclasses.dataclass(eq=False)

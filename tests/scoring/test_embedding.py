@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, Pooling, embed
-from jaxgen.scoring.pooling import KINDS
+from jaxgen.core.scoring.pooling import KINDS
 from tests.support.compilations import compilations
 from tests.support.goldens import GOLDENS, load
 from tests.support.models import left_pad, model_config, random_params, slow

@@ -8,15 +8,15 @@ import openai
 import pytest
 
 from jaxgen import GenerationConfig
-from jaxgen.decoding.stop_reasons import StopReason
+from jaxgen.core.decoding.stop_reasons import StopReason
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.core.text.streaming import TextStream
 from jaxgen.engine.results import Event
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions
 from jaxgen.serving.protocol import ChatRequest, CompletionRequest
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Reader
 from jaxgen.serving.scored import TokenTexts
-from jaxgen.text.streaming import TextStream
 from tests.serving.test_service import events, refused
 from tests.support.dialects import KINDS
 from tests.support.service import MODEL, running

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from jaxgen import Tokenizer
+from jaxgen.core.text.chat_template import continued
 from jaxgen.errors import InputError
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.formats.coder import Coder
@@ -15,7 +16,6 @@ from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatRequest, Tool, decode
 from jaxgen.serving.rendering import Renderer
 from jaxgen.serving.tools import Tools
-from jaxgen.text.chat_template import continued
 from tests.support.dialects import KINDS
 from tests.support.tokenizers import byte_level
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import Tokenizer
+from jaxgen.core.grammar.byte_automaton import compile_expression
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.text.spelled import Spelled
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import compile_expression
-from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.formats.coder import Coder
 from jaxgen.serving.formats.format import CallParser, arguments as arguments_of
 from jaxgen.serving.formats.formats import FORMATS, format_of
@@ -19,7 +20,6 @@ from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.formats.llama import Llama
 from jaxgen.serving.formats.mistral import MistralIdentified, MistralList, MistralNamed
 from jaxgen.serving.formats.reading import Call
-from jaxgen.text.spelled import Spelled
 from tests.grammar.test_regex import accepts
 from tests.support.automata import matrix
 from tests.support.dialects import KINDS

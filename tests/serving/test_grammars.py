@@ -7,10 +7,10 @@ import time
 import jax
 import pytest
 
+from jaxgen.core.grammar.stopping import check_stop
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
-from jaxgen.grammar.stopping import check_stop
-from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving import grammars as module
 from jaxgen.serving.grammars import CompiledGrammar, Grammars, Wanted
 from tests.support.tokenizers import byte_level

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from starlette.responses import Response
 
+from jaxgen.core.text.streaming import StopCut
 from jaxgen.serving import answering
 from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
@@ -23,7 +24,6 @@ from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.in_flight import BytesInFlight
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.protocol import CompletionRequest
-from jaxgen.text.streaming import StopCut
 from tests.support.service import running
 from tests.support.tokenizers import byte_level
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import Grammar
-from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.thoughts import PAIRS, ThoughtParser, before, is_open, tags_of
 from tests.support.automata import matrix
 from tests.support.dialects import KINDS

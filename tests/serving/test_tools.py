@@ -4,8 +4,8 @@ import re
 import numpy as np
 import pytest
 
+from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.serving.formats.hermes import CLOSING, Hermes
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatRequest, Function, Tool, decode

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxgen import TokenAutomaton
-from jaxgen.grammar.token_table import FAR, compact
+from jaxgen.core.grammar.token_table import FAR, compact
 
 
 def matrix(automaton: TokenAutomaton) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from benchmarks import hlo
 from benchmarks.targets import compile_generate
 from jaxgen import GenerationConfig
-from jaxgen.model.sharding import divide
+from jaxgen.core.model.sharding import divide
 from tests.support.models import model_config
 
 # The options of each kind of step, and its rows per prompt.

@@ -23,10 +23,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from convert import load_hf
-from jaxgen.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.text import sandbox
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import JaxgenError
-from jaxgen.text import sandbox
-from jaxgen.text.tokenizer import Tokenizer
 from tests.support.checkpoints import GENERATION, QWEN2, weights, write
 from tests.support.templates import HOSTILE
 from tests.support.tokenizers import CHATML, byte_level_backend, save

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, ModelConfig
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 
 CONFIG = {
     "model_type": "qwen2",

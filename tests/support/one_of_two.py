@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
+from jaxgen.core.request.running.automaton_tables import grammar_capacity, tables_of
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.processes import Action, ChunkPlan, Processes
-from jaxgen.request.running.automaton_tables import grammar_capacity, tables_of
-from jaxgen.request.running.engine_sizes import EngineSizes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.tokenizers import byte_level
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen import GenerationConfig, History
-from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.row_options import RowOptions
-from jaxgen.logits.warpers import WARPERS, top_k_top_p
+from jaxgen.core.logits.pipeline import build_transform
+from jaxgen.core.logits.row_options import RowOptions
+from jaxgen.core.logits.warpers import WARPERS, top_k_top_p
 from jaxgen.shapes import token_set
 from tests.support.models import model_config
 

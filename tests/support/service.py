@@ -9,11 +9,11 @@ import jax
 
 from convert import load_adapter
 from jaxgen import GenerationConfig
+from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.engine import Engine
 from jaxgen.serving.app import Service
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.server import server
-from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level
 

@@ -10,16 +10,16 @@ import numpy as np
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.config.generation_config import model_of
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.grammar.token_automaton import Capacity
-from jaxgen.request.prompt import PromptReader
-from jaxgen.request.prompt_options import PromptOptions
-from jaxgen.request.running.automaton_tables import GrammarTable
-from jaxgen.request.running.device_loop import Loop, trace
-from jaxgen.request.running.engine_sizes import EngineSizes
-from jaxgen.request.running.prefix_index import Prefixes
-from jaxgen.request.running.schedule import Schedule
+from jaxgen.core.config.generation_config import model_of
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.grammar.token_automaton import Capacity
+from jaxgen.core.request.prompt import PromptReader
+from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.core.request.running.automaton_tables import GrammarTable
+from jaxgen.core.request.running.device_loop import Loop, trace
+from jaxgen.core.request.running.engine_sizes import EngineSizes
+from jaxgen.core.request.running.prefix_index import Prefixes
+from jaxgen.core.request.running.schedule import Schedule
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # with these sizes, each kind of cache has a size of its own

@@ -6,7 +6,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}\n"

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.decoding.loop import Decoded
-from jaxgen.decoding.sample import Sample, SampleState
+from jaxgen.core.decoding.loop import Decoded
+from jaxgen.core.decoding.sample import Sample, SampleState
 
 
 class Shuffle(Sample):

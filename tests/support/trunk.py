@@ -4,11 +4,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgen.decoding.alignment import Tokens
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.rows import Rows
-from jaxgen.model.sharding import divide
-from jaxgen.request.prepare import CallInputs, Prepared, prepare
+from jaxgen.core.decoding.alignment import Tokens
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.rows import Rows
+from jaxgen.core.model.sharding import divide
+from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from tests.support import counting
 from tests.support.models import left_pad
 

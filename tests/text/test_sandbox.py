@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from jaxgen.core.text import chat_template, sandbox
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.text import chat_template, sandbox
 from tests.support.bounded import bounded
 from tests.support.tokenizers import CHATML
 

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.errors import InputError
-from jaxgen.text.cleaning import clean_up
-from jaxgen.text.streaming import (
+from jaxgen.core.text.cleaning import clean_up
+from jaxgen.core.text.streaming import (
     AsyncTextIteratorStreamer,
     TextIteratorStreamer,
     TextRowStreamer,
     TextStream,
     TextStreamer,
 )
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer
+from jaxgen.errors import InputError
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level, llama
 

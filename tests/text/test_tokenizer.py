@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxgen import Continuation, GenerateOutput
+from jaxgen.core.text.cleaning import clean_up
+from jaxgen.core.text.tokenizer import ELSEWHERE, Tokenizer
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.text.cleaning import clean_up
-from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer
 from tests.support.bounded import bounded
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
@@ -160,7 +160,7 @@ class TestEncode:
     def test_long_texts_are_encoded_like_short_ones(self, tokenizer, own, monkeypatch):
         text = "The <|end|> höchst </s> fox \u0301 " * 2000
         found = tokenizer.encode(text, **own)
-        monkeypatch.setattr("jaxgen.text.tokenizer._LONG", len(text))
+        monkeypatch.setattr("jaxgen.core.text.tokenizer._LONG", len(text))
         assert tokenizer.encode(text, **own) == found
 
     def test_other_threads_run_while_a_long_text_is_encoded(self):

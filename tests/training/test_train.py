@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, ConfigError, InputError
-from jaxgen.model.int8 import Int8
+from jaxgen.core.model.int8 import Int8
 from jaxgen.training import lora
 from jaxgen.training.dataset import pack, shuffled
 from jaxgen.training.examples import Example

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.grammar.grammar import Grammar
+from jaxgen.core.grammar.grammar import Grammar
+from jaxgen.core.text.json_file import types_of
 from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import (
@@ -21,7 +22,6 @@ from jaxgen.serving.formats.reading import (
     parsed,
     until,
 )
-from jaxgen.text.json_file import types_of
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

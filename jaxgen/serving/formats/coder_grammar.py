@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.errors import InputError, shown
-from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.free_text import free_text
 

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.errors import InputError
-from jaxgen.grammar.grammar import Grammar
 from jaxgen.serving.formats.reading import SPACE, Broken, Call, Parts, Reading, Unknown, after_space, literal
 
 Functions = Mapping[str, dict[str, Any] | None]  # the schemas of the parameters, by function name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxgen.grammar.grammar import Grammar
+from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
 

@@ -10,7 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from jaxgen.grammar.grammar import Grammar
+from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.serving.formats.format import Format, Functions, arguments
 from jaxgen.serving.formats.reading import (
     Broken,

@@ -1,0 +1,281 @@
+"""Run the model over the prompts, in one pass or in pieces, and over the newest tokens of each row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxgen.control import fori_loop
+from jaxgen.core.decoding import guidance
+from jaxgen.core.decoding.alignment import Tokens
+from jaxgen.core.decoding.hook import StepHook, StepInputs, StepOutput
+from jaxgen.core.decoding.rows import Rows
+from jaxgen.core.decoding.run import Run
+from jaxgen.core.model.cache import KVCache
+from jaxgen.core.model.causal_lm import ModelOutput, embed, forward
+from jaxgen.errors import InputError
+from jaxgen.shapes import pad_axis, repeat_rows, take, where
+
+# Function that computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
+Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
+
+
+@flax.struct.dataclass
+class ModelInputs:
+    """Inputs of the model in one pass, for the rows of all streams (see `guidance`).
+
+    Attributes:
+        mask: bool[streams * rows, T], True for tokens.
+        ids: int32[streams * rows, T], or None.
+        inputs_embeds: `[streams * rows, T, D]`, embeddings instead of ids, or None.
+        position_ids: int32[streams * rows, T], or None to use each token's index in its row.
+        key_mask: bool[streams * rows, W], True for tokens of the row that may be attended to; None for all tokens.
+        adapter: int32[streams * rows], the adapter of each row, or None if there are no adapters.
+    """
+
+    mask: jax.Array
+    ids: jax.Array | None = None
+    inputs_embeds: jax.Array | None = None
+    position_ids: jax.Array | None = None
+    key_mask: jax.Array | None = None
+    adapter: jax.Array | None = None
+
+    @property
+    def length(self) -> jax.Array:
+        """int32[streams * rows], the number of tokens in each row."""
+        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+
+    def columns(self, first: jax.Array, size: int) -> ModelInputs:
+        """Return `size` columns, starting at `first` (int32[] or int32[rows]). Columns past the end are masked."""
+        if first.ndim:
+            columns = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+            within = columns < self.mask.shape[1]
+            columns = jnp.where(within, columns, 0)
+            inputs = self._map_columns(lambda x: jax.vmap(lambda row, at: row[at])(x, columns))
+            return dataclasses.replace(inputs, mask=inputs.mask & within)
+        return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
+
+    def padded(self, width: int) -> ModelInputs:
+        """Return the inputs padded to `width` columns."""
+        return self._map_columns(lambda x: pad_axis(x, 1, width))
+
+    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> ModelInputs:
+        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None, adapter=None))
+        return dataclasses.replace(changed, key_mask=self.key_mask, adapter=self.adapter)
+
+
+@flax.struct.dataclass
+class Forward:
+    """Result of one pass over T tokens per row.
+
+    Attributes:
+        logits: float32[streams * rows, n, V], at all T positions (n = T) or at each row's last token (n = 1).
+        states: L + 1 arrays of hidden states at the same positions, `[streams * rows, n, D]`. Empty unless there is a
+            hook or `Needs.layer_states` is True.
+        out: hidden states and attention weights at all T positions, if requested.
+        cache: the cache, with the tokens added.
+        hidden: `[rows, T, D]`, the last layer's normed hidden states at all T positions in the stream with the prompt;
+            None unless `Needs.final_states` is True.
+    """
+
+    logits: jax.Array
+    states: tuple[jax.Array, ...]
+    out: ModelOutput
+    cache: KVCache
+    hidden: jax.Array | None = None
+
+    def fork(self, copies: int) -> Forward:
+        """Return the result for `copies` sequences of each row, without `out` and `cache`."""
+        read = dataclasses.replace(self, out=None, cache=None)
+        return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), read)
+
+    def select(self, rows: jax.Array) -> Forward:
+        """Return the output for one row of each prompt, `rows int32[prompts]`, without `cache` and `hidden`."""
+        at = self.cache.row_indices(rows)
+        return jax.tree.map(lambda x: take(x, at, at.shape[0]), dataclasses.replace(self, cache=None, hidden=None))
+
+
+def run_prompts(
+    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
+) -> tuple[Forward, Rows]:
+    """Run the prompts through the model, in one pass or in pieces; return the logits at each row's last token.
+
+    Args:
+        run: the constants of the run.
+        rows: the rows, which are returned with the hook's new state.
+        tokens: the prompts, in all streams.
+        cache: a cache of the preceding tokens, to which `tokens` are added.
+        cache_is_empty: True if there are no preceding tokens. On a CPU, attention then skips keys after the last query.
+        following: the number of slots that generation will add, for the hook's attention mask.
+    """
+    inputs, rows = inputs_of(run, rows, tokens, cache, following)
+    last = jnp.maximum(tokens.length - 1, 0)
+    size = run.cfg.prefill_chunk_size
+    if size is not None and size < tokens.ids.shape[1]:
+        return _in_pieces(run, inputs, cache, last, size), rows
+    return in_one_pass(run, inputs, cache, last, 0 if cache_is_empty else None), rows
+
+
+def run_model(
+    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, all_logits: bool = False
+) -> tuple[Forward, Rows]:
+    """Run the newest tokens of each row through the model, in all streams.
+
+    The result contains the logits at each row's last token or, with `all_logits`, at all positions. The other arguments
+    are as in `run_prompts`, except that `tokens` has the rows of one stream.
+    """
+    if run.guided:
+        tokens = guidance.stack(run.cfg, tokens)
+    inputs, rows = inputs_of(run, rows, tokens, cache)
+    return in_one_pass(run, inputs, cache, None if all_logits else jnp.maximum(tokens.length - 1, 0)), rows
+
+
+def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
+    """Return the inputs for `tokens`, as changed by the hook, and the rows with the hook's new state.
+
+    The arguments are as in `run_prompts`.
+    """
+    if run.extensions.hook is not None:
+        inputs, rows = _before(run, rows, tokens, cache, following)
+    else:
+        inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
+    adapter = rows.values.get("adapter")
+    if run.guided:
+        adapter = guidance.stack(run.cfg, adapter)
+    return dataclasses.replace(inputs, adapter=adapter), rows
+
+
+def observe(
+    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, score: Score | None = None
+) -> tuple[jax.Array, jax.Array, Rows]:
+    """Return a column's logits and unprocessed scores, both float32[rows, V], and the rows with the hook's new state.
+
+    The hook is called first and may change the logits. The scores are the result of `score`, or the logits if `score`
+    is None. If guidance is on, the scores of the two streams are then combined. The hook's state changes only in the
+    rows where `live bool[rows]` is True.
+    """
+    logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
+    hook = run.extensions.hook
+    if hook is not None:
+        history, state = guidance.stack(run.cfg, rows.history), guidance.join(rows.hook)
+        changed, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
+        logits, rows = changed.logits, _with_hook(run, rows, state, live)
+    scores = logits if score is None else score(logits, states)
+    if run.guided:
+        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(rows.options(run), scores)
+    return logits, scores, rows
+
+
+def begin_hook(run: Run, rows: Rows) -> Rows:
+    """Return a copy of `rows` that contains the initial state of the user's hook."""
+    hook: StepHook = run.extensions.hook
+    state = hook.init(guidance.stack(run.cfg, rows.history))
+    count = rows.count * guidance.streams(run.cfg)
+    for leaf in jax.tree.leaves(state):
+        if np.ndim(leaf) == 0 or np.shape(leaf)[0] != count:
+            raise InputError(
+                f"StepHook.init must return arrays whose first axis is the rows, [{count}, ...], got one of shape "
+                f"{list(np.shape(leaf))}"
+            )
+    return dataclasses.replace(rows, hook=guidance.split(run.cfg, state))
+
+
+def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
+    """Return the rows with the hook's new state. Rows that are not live keep their old state."""
+    return dataclasses.replace(rows, hook=where(live, guidance.split(run.cfg, state), rows.hook))
+
+
+def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
+    embeds = embed(run.model, run.params, tokens.ids) if tokens.embeds is None else tokens.embeds
+    count, width = tokens.ids.shape
+    positions = cache.total_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    attended = jnp.ones((count, cache.offset + cache.slots + following), bool)
+    given = StepInputs(tokens.ids, embeds, positions, attended, tokens.mask)
+    before = run.extensions.hook.before(guidance.join(rows.hook), guidance.stack(run.cfg, rows.history), given)
+    given, state = _pair("before", before, StepInputs)
+    inputs = ModelInputs(
+        tokens.mask,
+        inputs_embeds=given.inputs_embeds,
+        position_ids=given.position_ids,
+        key_mask=given.attention_mask.astype(bool),
+    )
+    return inputs, _with_hook(run, rows, state, rows.live)
+
+
+def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], kind)):
+        raise TypeError(f"StepHook.{name} must return ({kind.__name__}, state), got {type(result).__name__}")
+    return result
+
+
+def in_one_pass(
+    run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
+) -> Forward:
+    """Run all tokens in one pass, and return the logits for one column per row or for all columns.
+
+    `column int32[rows]` contains each row's column; None means all columns. Each row's first new token goes into slot
+    `start` of the cache. Without `start`, each row's new tokens are added after its cached tokens.
+    """
+    if inputs.mask.shape[1] == 1:
+        column = None
+    out = forward(
+        run.model,
+        run.params,
+        inputs.ids,
+        inputs_embeds=inputs.inputs_embeds,
+        attention_mask=inputs.mask,
+        position_ids=inputs.position_ids,
+        key_mask=inputs.key_mask,
+        cache=cache,
+        cache_position=start,
+        logits_to_keep=0 if column is None else column[:, None],
+        output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
+        output_attentions=run.cfg.output_attentions,
+        context=dataclasses.replace(run.context, adapter=inputs.adapter),
+    )
+    assert out.cache is not None
+    hidden = None
+    if run.needs.final_states and out.hidden_states is not None:
+        hidden = guidance.conditional_part(run.cfg, out.hidden_states[-1])
+    states: tuple[jax.Array, ...] = ()
+    if run.reads_states and out.hidden_states is not None:
+        states = out.hidden_states
+        if column is not None:
+            states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
+    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
+
+
+def _in_pieces(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, size: int) -> Forward:
+    """Run the tokens in pieces of `size` columns, and return the logits in column `last int32[rows]`."""
+    model = run.model
+    rows, width = inputs.mask.shape
+    inputs = inputs.padded(-(-width // size) * size)
+
+    def one(piece: jax.Array, so_far: Forward) -> Forward:
+        first = piece * size
+        column = jnp.clip(last - first, 0, size - 1)
+        read = in_one_pass(run, inputs.columns(first, size), so_far.cache, column)
+        is_here = (last // size == piece)[:, None, None]
+        logits, states = jax.tree.map(
+            lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
+        )
+        hidden = so_far.hidden
+        if hidden is not None and read.hidden is not None:
+            hidden = lax.dynamic_update_slice_in_dim(hidden, read.hidden, first, axis=1)
+        return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache, hidden=hidden)
+
+    layers = model.num_hidden_layers + 1 if run.reads_states else 0
+    logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
+    states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
+    hidden = None
+    if run.needs.final_states:
+        hidden = jnp.zeros((rows // guidance.streams(run.cfg), inputs.mask.shape[1], model.hidden_size), model.dtype)
+    begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
+    return fori_loop(0, jnp.max(last) // size + 1, one, begin)

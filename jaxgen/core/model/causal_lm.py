@@ -1,0 +1,415 @@
+"""The decoder-only transformer that all `FAMILIES` share. It maps ids to logits and a cache.
+
+Dimensions, used in all shapes in this package:
+    B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
+    F mlp width, V vocabulary, L layers.
+    In generation: B prompts, R sequences per prompt, P prompt columns, Q negative-prompt columns, N new tokens at most,
+    W columns for a row's tokens.
+
+Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] has the
+shape [A*H, D]. RMSNorm, the RoPE angles, the attention softmax and the loss are computed in float32 for any weight
+dtype, as in transformers 4.41.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxgen.core.model import workarounds
+from jaxgen.core.model.attention import attention
+from jaxgen.core.model.cache import KeysValues, KVCache
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.config_keys import ACTIVATIONS
+from jaxgen.core.model.context import NO_CONTEXT, Context
+from jaxgen.core.model.linear import linear, look_up
+from jaxgen.core.model.loss import mean_loss
+from jaxgen.core.model.masks import Placement, place
+from jaxgen.core.model.rope import rotate
+from jaxgen.core.model.weights import Weight, parameter
+from jaxgen.errors import InputError
+from jaxgen.shapes import short_repr
+
+
+@flax.struct.dataclass
+class ModelOutput:
+    """Result of one forward pass.
+
+    Attributes:
+        logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
+        loss: float32[], the mean over the labels that are not -100; None without labels.
+        cache: the cache, including the new tokens; None if none was passed.
+        hidden_states: L + 1 arrays `[B, T, D]`, from the embeddings to the final norm's output; None if not requested.
+        attentions: L arrays float32[B, A, T, S], the attention weights; None if not requested.
+    """
+
+    logits: jax.Array
+    loss: jax.Array | None = None
+    cache: KVCache | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    attentions: tuple[jax.Array, ...] | None = None
+
+    __repr__ = short_repr
+
+
+class RMSNorm(nn.Module):
+    """RMS norm (arXiv 1910.07467), computed in float32 and cast back before the weight is applied (`Qwen2RMSNorm`)."""
+
+    eps: float
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize `x [..., D]`."""
+        weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
+        return workarounds.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
+
+    def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = rows.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        return weight[None, :] * wide.astype(rows.dtype)
+
+
+class Linear(nn.Module):
+    """`torch.nn.Linear`, with `weight [out, in]` and an optional `bias [out]`."""
+
+    features: int
+    use_bias: bool
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """Map `[..., in]` to `[..., out]`."""
+        cfg = self.cfg
+        init = nn.initializers.normal(cfg.initializer_range)
+        weight = parameter(self, "weight", (self.features, x.shape[-1]), init, cfg.dtype)
+        bias = None
+        if self.use_bias:
+            bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
+        return linear(x, weight, bias, context)
+
+
+# Groups of projections with the same input. `fuse_projections` in model/fused.py merges each group into one matrix.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _project(
+    module: Attention | MLP, x: jax.Array, context: Context, fused: str, widths: tuple[int, ...], use_bias: bool
+) -> list[jax.Array]:
+    """Apply the projections in `FUSED[fused]` to `x [..., in]`, whether they are fused or separate."""
+    cfg, names = module.cfg, FUSED[fused]
+    if module.has_variable("params", fused):
+        out = Linear(sum(widths), use_bias, cfg, name=fused)(x, context)
+        return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
+    return [Linear(width, use_bias, cfg, name=name)(x, context) for name, width in zip(names, widths, strict=True)]
+
+
+class Embedding(nn.Module):
+    """`torch.nn.Embedding`; a model with tied embeddings also uses it to compute logits."""
+
+    cfg: ModelConfig
+
+    def setup(self):
+        """Declare the table [V, D]."""
+        init, shape = nn.initializers.normal(self.cfg.initializer_range), (self.cfg.vocab_size, self.cfg.hidden_size)
+        self.weight: jax.Array | Weight = parameter(self, "weight", shape, init, self.cfg.dtype)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`."""
+        return look_up(ids, self.weight)
+
+    def attend(self, x: jax.Array, context: Context) -> jax.Array:
+        """Map `x [..., D]` to logits `[..., V]`."""
+        return linear(x, self.weight, None, context)
+
+
+class Attention(nn.Module):
+    """Attention with grouped key-value heads, as in `LlamaAttention`, `Qwen2Attention` and `Qwen3Attention`."""
+
+    cfg: ModelConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
+        """Return the output `[B, T, D]`, the attention weights, and the last part, which includes the new tokens."""
+        cfg = self.cfg
+        batch, steps, _ = x.shape
+
+        queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        projected = _project(self, x, placement.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
+        q, k, v = [part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected]
+        if cfg.qk_norm:
+            q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
+            k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
+        q, k = rotate(q, placement.cos, placement.sin), rotate(k, placement.cos, placement.sin)
+        last = KeysValues(k, v, k.dtype.name) if placement.slots is None else parts[-1].push(k, v, placement.slots)
+        dropout = None
+        if cfg.attention_dropout > 0 and self.has_rng("dropout"):
+            dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
+        with jax.named_scope("attention"):
+            visible = dataclasses.replace(placement.visible, window=self.window)
+            out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions)
+        out = out.swapaxes(1, 2).reshape(batch, steps, -1)
+        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, placement.context), weights, last
+
+
+class MLP(nn.Module):
+    """Gated feed-forward layer (SwiGLU, arXiv 2002.05202), as in `Qwen2MLP`."""
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """Map `x [B, T, D]` to `[B, T, D]`."""
+        cfg = self.cfg
+        gate, up = _project(self, x, context, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias)
+        gated = _gated(cfg.hidden_act)(gate, up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated, context)
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Return the elementwise function with this name. The function computes in float32 and rounds once, as in torch."""
+    function, options = ACTIVATIONS[name]
+    apply = functools.partial(getattr(jax.nn, function), **options)
+    return lambda x: apply(x.astype(jnp.float32)).astype(x.dtype)
+
+
+@functools.cache
+def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    act = activation(name)
+    return workarounds.recomputed(lambda gate, up: act(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward layer, as in `Qwen2DecoderLayer`."""
+
+    cfg: ModelConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
+        """Return the layer's output `[B, T, D]`, the attention weights, and the cache's last part."""
+        cfg = self.cfg
+        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
+        attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, placement, parts)
+        x = x + attended
+        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="post_attention_layernorm")(x)
+        with jax.named_scope("mlp"):
+            return x + MLP(cfg, name="mlp")(normed, placement.context), weights, last
+
+
+class Layers(nn.Module):
+    """The stack of layers. One layer is traced, and the others reuse the trace with their own parameters."""
+
+    cfg: ModelConfig
+    remat: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
+        """Return the hidden states (each layer's input and the final output), the attention weights, and the cache."""
+        decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
+        states, attentions, written = [x], [], []
+        for index, window in enumerate(self.cfg.windows):
+            parts = tuple([part.layers[index] for part in cache.parts]) if cache else ()
+            x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, placement, parts)
+            states.append(x)
+            attentions.append(weights)
+            written.append(last)
+        if cache is not None:
+            cache = dataclasses.replace(cache, layers=tuple(written))
+        return states, attentions, cache
+
+
+class Model(nn.Module):
+    """Embeddings, layers and final norm, as in `Qwen2Model`."""
+
+    cfg: ModelConfig
+    remat: bool
+
+    def setup(self):
+        """Declare the submodules under Hugging Face's names."""
+        self.embed_tokens = Embedding(self.cfg)
+        self.layers = Layers(self.cfg, self.remat)
+        self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
+
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
+        """Return the L + 1 hidden states (only the last is normalized), the attention weights, and the cache."""
+        states, attentions, cache = self.layers(x, placement, cache)
+        states[-1] = self.norm(states[-1])
+        return states, attentions, cache
+
+
+class CausalLM(nn.Module):
+    """Decoder-only transformer with its language-model head: a pure function of parameters, ids and cache.
+
+    >>> out = CausalLM(cfg.model).apply({"params": params}, ids)
+    >>> out.logits.shape == (*ids.shape, cfg.model.vocab_size)
+    True
+
+    Attributes:
+        cfg: the model's config.
+        remat: recompute each layer's activations in the backward pass instead of storing them (`jax.checkpoint`).
+    """
+
+    cfg: ModelConfig
+    remat: bool = False
+
+    def setup(self):
+        """Declare the submodules under Hugging Face's names; a tied model has no `lm_head`."""
+        self.model = Model(self.cfg, self.remat)
+        if not self.cfg.tie_word_embeddings:
+            self.lm_head = Linear(self.cfg.vocab_size, False, self.cfg)
+
+    def __call__(
+        self,
+        ids: jax.Array | None = None,
+        *,
+        inputs_embeds: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        cache_position: jax.Array | int | None = None,
+        key_mask: jax.Array | None = None,
+        labels: jax.Array | None = None,
+        logits_to_keep: int | jax.Array = 0,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        context: Context = NO_CONTEXT,
+    ) -> ModelOutput:
+        """Run the model on T new tokens per row. Attention dropout is active if a "dropout" rng is passed.
+
+        Args:
+            ids, inputs_embeds: pass one of the two, ids int32[B, T] or embeddings `[B, T, D]`.
+            attention_mask: `[B, T]`, 0 for padding, which may be on either side; all ones by default. Padding is never
+                attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
+            position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
+                masking always uses the token's index, never `position_ids`.
+            segment_ids: int32[B, T], for training on rows packed with several texts. Adjacent tokens with the same
+                segment id form a text. Tokens attend only to tokens of their own text, and each text starts at
+                position 0. Incompatible with a cache.
+            cache: the cache of the preceding tokens, to which the new tokens are appended; or None.
+            cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
+                free slot. Cached tokens from this slot on are discarded.
+            key_mask: bool[B, n], for the first n tokens of each row, not counting padding: True if a token may be
+                attended to. By default, all may. Tokens after the first n may always be attended to.
+            labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
+            logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
+                int32[B, n] of positions.
+            output_hidden_states, output_attentions: also return the hidden states or the attention weights.
+            context: information about the pass, used in multiplications by weights; see `Context`.
+
+        Raises:
+            InputError: shapes do not match, or a row's tokens would extend past the cache's end, start in its prefix,
+                or leave a gap. If the cache's new length is traced, a row that does not fit gets NaN logits instead,
+                and its tokens are not written.
+        """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
+        x = self._inputs(ids, inputs_embeds)
+        placement, cache, overflow = place(
+            self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
+        )
+        placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
+        states, attentions, cache = self.model(x, placement, cache)
+        if overflow is not None:
+            states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
+        if cache is not None and output_attentions:
+            attentions = map(cache.by_token, attentions)
+        logits = self.head(_keep(states[-1], logits_to_keep), context)
+        loss = None if labels is None else mean_loss(logits, labels)
+        hidden_states = tuple(states) if output_hidden_states else None
+        return ModelOutput(logits, loss, cache, hidden_states, tuple(attentions) if output_attentions else None)
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""
+        ids = jnp.asarray(ids)
+        if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
+        return self.model.embed_tokens(ids)
+
+    def head(self, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
+        """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
+        if x.size == 0:
+            return jnp.zeros((*x.shape[:-1], self.cfg.vocab_size), jnp.float32)
+        with jax.named_scope("lm_head"):
+            apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
+            logits = apply(workarounds.for_head(x), context)
+        return logits.astype(jnp.float32)
+
+    def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
+        if (ids is None) == (inputs_embeds is None):
+            raise InputError("pass exactly one of ids and inputs_embeds")
+        if ids is not None:
+            return self.embed(ids)
+        assert inputs_embeds is not None
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.cfg.hidden_size:
+            raise InputError(
+                f"inputs_embeds must have shape [B, T, {self.cfg.hidden_size}], got {list(inputs_embeds.shape)}"
+            )
+        return inputs_embeds.astype(self.cfg.dtype)
+
+
+def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
+    """Select the positions of `x [B, T, D]` whose logits are requested."""
+    if isinstance(logits_to_keep, int | np.integer) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0:
+        return x[:, -int(logits_to_keep) :]
+    if not isinstance(logits_to_keep, jax.Array | np.ndarray) or logits_to_keep.ndim != 2:
+        raise InputError(
+            "logits_to_keep must be an int >= 0 (0 keeps all positions) or an int32 array of shape [B, n], "
+            f"got {logits_to_keep!r}"
+        )
+    return jnp.take_along_axis(x, logits_to_keep[:, :, None], axis=1)
+
+
+def forward(
+    cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
+) -> ModelOutput:
+    """Run `CausalLM(cfg)` as a function of its parameters."""
+    module: Any = CausalLM(cfg, remat)  # according to flax's annotation, `apply` may return a pair
+    return module.apply({"params": params}, ids, rngs=rngs, **inputs)
+
+
+def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
+    """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""
+    module: Any = CausalLM(cfg)
+    return module.apply({"params": params}, ids, method="embed")
+
+
+def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[jax.Array, KVCache | None]:
+    """Run the model without its head; return the normalized hidden states `[B, T, D]` and the cache (or None)."""
+    nowhere = np.zeros((1, 0), np.int32)
+    out = forward(cfg, params, ids, logits_to_keep=nowhere, output_hidden_states=True, **inputs)
+    assert out.hidden_states is not None
+    return out.hidden_states[-1], out.cache
+
+
+def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
+    """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
+    module: Any = CausalLM(cfg)
+    return module.apply({"params": params}, x, context, method="head")
+
+
+@functools.lru_cache
+def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter, keyed by its Hugging Face name, such as "model.embed_tokens.weight"."""
+    one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same shapes
+    variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
+    prefix = "model.layers."
+    shapes = {
+        f"{prefix}{layer}.{name.removeprefix(f'{prefix}0.')}" if name.startswith(prefix) else name: leaf.shape
+        for layer in range(cfg.num_hidden_layers)
+        for name, leaf in flat.items()
+    }
+    return dict(sorted(shapes.items(), key=lambda item: item[0].split(".")))  # the order of the pytree's leaves

@@ -1,0 +1,113 @@
+"""Weights as layers use them: plain arrays, or objects with a different representation, such as `LowRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxgen.core.model.context import Context
+from jaxgen.errors import InputError
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """A matrix `[F, D]` that is not stored as a plain array. A `Weight` is a pytree that replaces a parameter array.
+
+    To add a new kind of weight, write a class with the members of this protocol. Layers use a `Weight` only through
+    `jaxgen.core.model.linear`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, [F, D], regardless of the shapes of the stored arrays."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The floating-point dtype of the matrix, and of the rows that `look_up` returns."""
+        ...
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        """Given the matrix's `spec`, return each array's `PartitionSpec`, in a tree with the weight's structure."""
+        ...
+
+    def product(self, rows: jax.Array, context: Context) -> jax.Array:
+        """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
+        ...
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
+        ...
+
+
+@runtime_checkable
+class Quantized(Weight, Protocol):
+    """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
+
+    The first axis of each array indexes the matrix's rows. Each entry must depend only on its own row of the matrix, so
+    that rows can be converted and read separately and then concatenated. No array depends on `dtype`. The first array
+    does not contain floats.
+
+    Attributes:
+        name: the value of `quantize` for this kind; a checkpoint stores such weights in `model.{name}.safetensors`.
+        title: an adjective for messages, such as "8-bit".
+        tensors: each array's suffix and description, in the order of `jax.tree.leaves`. A tensor's name is the
+            matrix's name plus the array's suffix ("" for the first array).
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    tensors: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Self:
+        """Return a weight, stored in numpy arrays, that represents `matrix float32[n, D]` in `dtype`.
+
+        Raises:
+            InputError: the matrix cannot be represented. The message is a predicate, such as "is not finite".
+        """
+        ...
+
+    def to_matrix(self) -> np.ndarray:
+        """Return the matrix that the weight represents, as float32[n, D]; the weight must be stored in numpy arrays."""
+        ...
+
+
+def has_quantized(params: Any) -> bool:
+    """Return True if a tree of parameters contains a `Quantized` weight, even inside another weight."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
+    return any(isinstance(leaf, Quantized) for leaf in leaves)
+
+
+def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
+    """Return a parameter of a layer: an array or, for a matrix, possibly a `Weight`.
+
+    Every layer declares its parameters with this function. Under `init`, parameters are created as arrays of `dtype`.
+
+    Raises:
+        InputError: the parameter is missing or does not fit.
+    """
+    if module.is_initializing():
+        return module.param(name, init, shape, dtype)
+    value = module.get_variable("params", name)
+    reason = "is missing" if value is None else mismatch(value, shape)
+    if reason is not None:
+        raise InputError(f"params do not fit the model: {'.'.join((*module.path, name))} {reason}")
+    return value
+
+
+def mismatch(value: Any, shape: tuple[int, ...]) -> str | None:
+    """Return the reason why `value` cannot be a parameter of this shape, or None if `value` fits."""
+    if not isinstance(value, np.ndarray | jax.Array | Weight):
+        return f"is of type {type(value).__name__}, wanted an array of floats"
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return f"is {value.dtype}, wanted an array of floats"
+    if tuple(value.shape) != shape:
+        return f"has shape {list(value.shape)}, wanted {list(shape)}"
+    return None

@@ -1,0 +1,157 @@
+"""The program of an engine, and its state on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.core.config.availability import check_options
+from jaxgen.core.decoding.continuous.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
+from jaxgen.core.decoding.continuous.slots import Continuous
+from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.model.context import Context
+from jaxgen.core.model.sharding import mesh_of, replicate
+from jaxgen.core.request.checks import check_slots
+from jaxgen.core.request.memory import check_call_memory
+from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.programs import Program, default_device
+
+STEPS = 8  # maximum number of steps in a chunk
+_STATIC = ("mode", "key_impl")
+_STATIC_SIZES = ("queue_capacity", "entries", "stored")
+_open = Program(open_queue, "Engine (state)", static_argnames=_STATIC + _STATIC_SIZES)
+_first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=_STATIC + _STATIC_SIZES)
+_chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Everything that stays the same across all chunks of an engine. Parameters and tables may change.
+
+    Attributes:
+        options: the options that prompts may set.
+        extensions: the caller's functions.
+        mode: the decode mode, wrapped so that rows can leave and enter.
+        sizes: the static sizes.
+        steps: the maximum number of steps in a chunk.
+        key_impl: the implementation of random keys.
+        stored: the capacity of the prefix store, in blocks; 0 for no store.
+    """
+
+    options: PromptOptions
+    extensions: Extensions
+    mode: Continuous
+    sizes: Sizes
+    steps: int
+    key_impl: str
+    stored: int
+
+    @classmethod
+    def of(
+        cls,
+        options: PromptOptions,
+        extensions: Extensions,
+        slots: int,
+        *,
+        key_impl: str,
+        stored: int = 0,
+        steps: int = STEPS,
+    ) -> Loop:
+        """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
+        mode = mode_of(options.full)
+        cfg = options.full.replace(slots=slots)
+        check_slots(cfg, None, extensions, mode)
+        check_options(cfg.reset(options.own), 1)
+        sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
+        return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
+
+    @property
+    def queue_capacity(self) -> int:
+        """The maximum number of prompts waiting on the device."""
+        return max(2 * self.mode.slots, 8)
+
+    def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
+        """Return the constants of a chunk."""
+        extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
+        return Run(params, self.options.full, extensions, self.sizes, context, mesh=mesh)
+
+    @property
+    def of_open(self) -> dict[str, Any]:
+        """The static arguments of `open_queue` and `run_first_chunk`."""
+        # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
+        entries = 2 * self.steps + 8
+        return {**self.of_chunk, "queue_capacity": self.queue_capacity, "entries": entries, "stored": self.stored}
+
+    @property
+    def of_chunk(self) -> dict[str, Any]:
+        """The static arguments of `run_chunk`."""
+        return {"mode": self.mode, "key_impl": self.key_impl}
+
+
+class Device:
+    """The device side of an engine: its state, and the program that changes it.
+
+    The state includes a prefix store of `store_bytes` bytes, and the table of grammars takes `grammar_bytes` bytes.
+    `params` is used only to check the memory and to find the mesh, because each chunk is passed its own parameters.
+    """
+
+    def __init__(self, params: Any, loop: Loop, store_bytes: int, grammar_bytes: int = 0):
+        self._loop, self._mesh = loop, mesh_of(params)
+        run = self._run(params, {})
+        in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
+        check_call_memory(in_slots, loop.options.width, store_bytes, grammar_bytes)
+        self._state: Any = None
+        self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
+        self._tables: dict[str, tuple[Any, Any]] = {}  # the latest tables, as given and on the parameters' devices
+
+    def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
+        """Create the state, with all slots free. On a mesh, the first chunk creates the state instead."""
+        self._no_arrivals = self._placed(no_arrivals, params)
+        if self._mesh is None:
+            state = _open(
+                self._run(params, self._placed_tables(tables, params)), self._no_arrivals, **self._loop.of_open
+            )
+            # Chunks return committed states. Commit the first state too, so that no second program is compiled.
+            self._state = committed(state, params)
+
+    def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
+        """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
+        placed = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
+        run = self._run(params, self._placed_tables(tables, params))
+        if self._state is None:
+            self._state, packed = _first_chunk(run, placed, np.int32(steps), **self._loop.of_open)
+        else:
+            self._state, packed = _chunk(run, self._state, placed, np.int32(steps), **self._loop.of_chunk)
+        return packed
+
+    def _placed(self, tree: Any, params: Any) -> Any:
+        """Place the arrays of a tree on the devices of the parameters."""
+        return committed(tree, params) if self._mesh is None else replicate(tree, self._mesh)
+
+    def _placed_tables(self, tables: dict[str, Any], params: Any) -> dict[str, Any]:
+        """Place tables on the devices of the parameters. Tables that have not changed are not copied again."""
+        for name, table in tables.items():
+            if name not in self._tables or self._tables[name][0] is not table:
+                self._tables[name] = table, self._placed(table, params)
+        return {name: self._tables[name][1] for name in tables}
+
+    def _run(self, params: Any, tables: dict[str, Any]) -> Run:
+        return self._loop.run(params, tables, self._mesh)
+
+
+def committed(tree: Any, like: Any) -> Any:
+    """Return the arrays of `tree`, committed to the device of `like`. Arrays already on this device are not copied."""
+    leaf = jax.tree.leaves(like)[0]
+    return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
+
+
+def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
+    """Return the traced program of a chunk. The parameters can be abstract shapes instead of arrays."""
+    run = loop.run(params, tables)
+    state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
+    return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)
