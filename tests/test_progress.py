@@ -16,11 +16,11 @@ from jaxgen import (
     GenerationConfig,
     InputError,
     generate_many,
-    precompile,
     progress,
     score_many,
     warmup,
 )
+from jaxgen.core import precompile
 from jaxgen.core.scoring import many
 from jaxgen.programs import Program
 from jaxgen.progress import announced, progress_bar, repeating
