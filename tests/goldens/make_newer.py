@@ -10,7 +10,20 @@ import pathlib
 
 import numpy as np
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 SMALL = shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2)
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -119,6 +132,100 @@ CHECKPOINTS = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             sliding_window=None,
             tie_word_embeddings=True,
+        ),
+    ),
+    # Other families, with everything in use that differs from Llama. A hidden size of 36 has an irrational square root.
+    "gemma": Checkpoint(
+        GemmaConfig(
+            **shape(vocab=97, hidden=36, mlp=40, layers=2, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+        ),
+    ),
+    "gemma2": Checkpoint(
+        Gemma2Config(
+            **shape(vocab=97, hidden=36, mlp=40, layers=5, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            sliding_window=4,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=5.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+        ),
+    ),
+    "gemma3": Checkpoint(
+        Gemma3TextConfig(
+            **shape(vocab=97, hidden=36, mlp=40, layers=7, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            sliding_window=4,
+            sliding_window_pattern=3,
+            final_logit_softcapping=5.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        ),
+    ),
+    "phi3-window": Checkpoint(
+        Phi3Config(
+            **SMALL,
+            max_position_embeddings=128,
+            sliding_window=5,
+            rope_parameters={"rope_type": "default", "rope_theta": 250.0},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "phi3-longrope": Checkpoint(
+        Phi3Config(
+            **SMALL,
+            max_position_embeddings=256,
+            original_max_position_embeddings=64,
+            rope_parameters={
+                **{"rope_type": "longrope", "rope_theta": 250.0, "partial_rotary_factor": 0.5},
+                **{"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+            },
+        ),
+    ),
+    "granite": Checkpoint(
+        GraniteConfig(
+            **SMALL,
+            max_position_embeddings=128,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=2.5,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "smollm3": Checkpoint(
+        SmolLM3Config(
+            **shape(vocab=97, hidden=32, mlp=32, layers=5, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            use_sliding_window=True,
+            sliding_window=4,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "olmo2": Checkpoint(
+        Olmo2Config(
+            **SMALL, max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 100.0}
+        ),
+    ),
+    "olmo3": Checkpoint(
+        Olmo3Config(
+            **shape(vocab=97, hidden=32, mlp=32, layers=5, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            sliding_window=4,
+            rope_parameters={
+                "full_attention": YARN | {"rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         ),
     ),
 }

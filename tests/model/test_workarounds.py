@@ -64,7 +64,7 @@ def _layer_temporaries(steps: int) -> float:
     ids = jax.ShapeDtypeStruct((1, steps), jnp.int32)
 
     def temporaries(layers: int) -> int:
-        model = dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
+        model = dataclasses.replace(cfg, num_hidden_layers=layers, layers=cfg.layers[:1] * layers)
         params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
         return _temporaries(jax.grad(lambda p, ids: forward(model, p, ids, labels=ids).loss), params["params"], ids)
 

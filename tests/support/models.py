@@ -64,7 +64,7 @@ def counting_params(cfg: GenerationConfig, peak: float = 20.0):
 
 
 def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
+    return dataclasses.replace(cfg, num_hidden_layers=layers, layers=cfg.layers[:1] * layers)
 
 
 def last_logits(model: ModelConfig, params, inputs_embeds) -> jax.Array:

@@ -227,7 +227,8 @@ def test_settings_that_make_no_sense(fields, message):
 
 
 def test_segments_have_their_own_positions_and_windows():
-    model = CausalLM(dataclasses.replace(MODEL, windows=(None, 4)))
+    layers = (MODEL.layers[0], dataclasses.replace(MODEL.layers[1], window=4))
+    model = CausalLM(dataclasses.replace(MODEL, layers=layers))
     ids = jnp.asarray(RNG.integers(0, 97, (1, 20)), jnp.int32)
     segments = jnp.asarray([[1] * 7 + [2] * 13])
 

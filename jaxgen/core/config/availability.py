@@ -94,7 +94,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         if isinstance(option.kind, ConstraintKind):
             _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
     for name in ("prefill_chunk_size", "slots"):
-        if getattr(cfg, name) is not None and cfg.model.rope.type == "dynamic":
+        if getattr(cfg, name) is not None and cfg.model.has_dynamic_rope:
             raise ConfigError(
                 f"{name} is not offered with dynamic RoPE, which depends on the total length: prompts are read in "
                 "chunks. Leave it out"

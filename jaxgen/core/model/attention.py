@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -86,7 +85,7 @@ def _at_once(
     blocks = [_block(part, 0, part.slots) for part in parts]
     scores = jnp.concatenate([_scores(q, k) for k, _ in blocks], axis=-1)
     mask = jnp.concatenate([visible.mask(index) for index in range(len(parts))], axis=-1)
-    weights = jax.nn.softmax(_masked(scores / math.sqrt(size), mask), axis=-1)
+    weights = jax.nn.softmax(_masked(visible.scores(scores, size), mask), axis=-1)
     if dropout is not None:
         weights = dropout(weights)
 
@@ -217,7 +216,7 @@ def _over_keys(
             mask = visible.of_keys(index, start, block).mask(0)
             if part.slots % block:  # the last block overlaps the previous one
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
-            scores = _scores(q, k) / math.sqrt(width)
+            scores = visible.scores(_scores(q, k), width)
             return _absorb(state, _masked(scores, mask), v)
 
         if block == part.slots:

@@ -29,7 +29,7 @@ from jax import lax
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.attention import attention
 from jaxgen.core.model.cache import KeysValues, KVCache
-from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.config import LayerSpec, ModelConfig
 from jaxgen.core.model.config_keys import ACTIVATIONS
 from jaxgen.core.model.context import NO_CONTEXT, Context
 from jaxgen.core.model.linear import linear, look_up
@@ -63,21 +63,27 @@ class ModelOutput:
 
 
 class RMSNorm(nn.Module):
-    """RMS norm (arXiv 1910.07467), computed in float32 and cast back before the weight is applied (`Qwen2RMSNorm`)."""
+    """RMS norm (arXiv 1910.07467) by the family's `NormRule`, as in `Qwen2RMSNorm`, `GemmaRMSNorm`, `Olmo2RMSNorm`."""
 
-    eps: float
-    dtype: str
+    cfg: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize `x [..., D]`."""
-        weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
+        rule = self.cfg.family.norms
+        init = nn.initializers.zeros if rule.unit_offset else nn.initializers.ones
+        weight = parameter(self, "weight", x.shape[-1:], init, self.cfg.dtype)
         return workarounds.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
     def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
-        wide = rows.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        return weight[None, :] * wide.astype(rows.dtype)
+        rule, wide = self.cfg.family.norms, rows.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.cfg.rms_norm_eps)
+        if rule.rounds_last:
+            weight = weight.astype(jnp.float32)
+        else:
+            wide = wide.astype(rows.dtype)
+        factor = 1 + weight if rule.unit_offset else weight
+        return (factor[None, :] * wide).astype(rows.dtype)
 
 
 class Linear(nn.Module):
@@ -103,12 +109,18 @@ class Linear(nn.Module):
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+def projection_sizes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the number of outputs of each projection in `FUSED`."""
+    queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    return {"qkv_proj": (queries, keys, keys), "gate_up_proj": (cfg.intermediate_size,) * 2}
+
+
 def _project(
     module: Attention | MLP, x: jax.Array, context: Context, fused: str, widths: tuple[int, ...], use_bias: bool
 ) -> list[jax.Array]:
     """Apply the projections in `FUSED[fused]` to `x [..., in]`, whether they are fused or separate."""
     cfg, names = module.cfg, FUSED[fused]
-    if module.has_variable("params", fused):
+    if module.has_variable("params", fused) or (module.is_initializing() and cfg.family.fused):
         out = Linear(sum(widths), use_bias, cfg, name=fused)(x, context)
         return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
     return [Linear(width, use_bias, cfg, name=name)(x, context) for name, width in zip(names, widths, strict=True)]
@@ -126,7 +138,8 @@ class Embedding(nn.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`."""
-        return look_up(ids, self.weight)
+        rows = look_up(ids, self.weight)
+        return rows * jnp.asarray(self.cfg.hidden_size**0.5, rows.dtype) if self.cfg.family.scales_embedding else rows
 
     def attend(self, x: jax.Array, context: Context) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
@@ -134,30 +147,39 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with grouped key-value heads, as in `LlamaAttention`, `Qwen2Attention` and `Qwen3Attention`."""
+    """Attention with grouped key-value heads, as in `LlamaAttention` and the classes of all other families."""
 
     cfg: ModelConfig
-    window: int | None
+    layer: LayerSpec
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
         """Return the output `[B, T, D]`, the attention weights, and the last part, which includes the new tokens."""
-        cfg = self.cfg
+        cfg, layer = self.cfg, self.layer
         batch, steps, _ = x.shape
 
-        queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-        projected = _project(self, x, placement.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
-        q, k, v = [part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected]
-        if cfg.qk_norm:
-            q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
-            k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
-        q, k = rotate(q, placement.cos, placement.sin), rotate(k, placement.cos, placement.sin)
+        sizes = projection_sizes(cfg)["qkv_proj"]
+        q, k, v = _project(self, x, placement.context, "qkv_proj", sizes, cfg.attention_bias)
+        norms = cfg.family.norms.queries_keys
+        if norms == "projection":
+            q, k = RMSNorm(cfg, name="q_norm")(q), RMSNorm(cfg, name="k_norm")(k)
+        q, k, v = [part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in (q, k, v)]
+        if norms == "head":
+            q, k = RMSNorm(cfg, name="q_norm")(q), RMSNorm(cfg, name="k_norm")(k)
+        if layer.rope is not None:
+            cos, sin = placement.rotations[cfg.ropes.index(layer.rope)]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         last = KeysValues(k, v, k.dtype.name) if placement.slots is None else parts[-1].push(k, v, placement.slots)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
         with jax.named_scope("attention"):
-            visible = dataclasses.replace(placement.visible, window=self.window)
+            visible = dataclasses.replace(
+                placement.visible,
+                window=layer.window,
+                scale=cfg.attention_scale,
+                softcap=cfg.attn_logit_softcapping,
+            )
             out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, placement.context), weights, last
@@ -172,7 +194,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Map `x [B, T, D]` to `[B, T, D]`."""
         cfg = self.cfg
-        gate, up = _project(self, x, context, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias)
+        gate, up = _project(self, x, context, "gate_up_proj", projection_sizes(cfg)["gate_up_proj"], cfg.mlp_bias)
         gated = _gated(cfg.hidden_act)(gate, up)
         return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated, context)
 
@@ -191,21 +213,30 @@ def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward layer, as in `Qwen2DecoderLayer`."""
+    """Attention and feed-forward layer with the norms of the family's `NormRule`, as in `Qwen2DecoderLayer`."""
 
     cfg: ModelConfig
-    window: int | None
+    layer: LayerSpec
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
         """Return the layer's output `[B, T, D]`, the attention weights, and the cache's last part."""
-        cfg = self.cfg
-        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
-        attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, placement, parts)
-        x = x + attended
-        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="post_attention_layernorm")(x)
+        cfg, norms = self.cfg, self.cfg.family.norms
+
+        def normed(x: jax.Array, name: str, wanted: bool) -> jax.Array:
+            return RMSNorm(cfg, name=name)(x) if wanted else x
+
+        def added(x: jax.Array, out: jax.Array) -> jax.Array:
+            return x + (out if cfg.residual_multiplier is None else out * cfg.residual_multiplier)
+
+        attention = Attention(cfg, self.layer, name="self_attn")
+        out, weights, last = attention(normed(x, "input_layernorm", norms.before), placement, parts)
+        x = added(x, normed(out, "post_attention_layernorm", norms.after))
+        # Without a norm of attention's output, transformers uses that norm's name for the norm before the MLP.
+        name = "pre_feedforward_layernorm" if norms.after else "post_attention_layernorm"
         with jax.named_scope("mlp"):
-            return x + MLP(cfg, name="mlp")(normed, placement.context), weights, last
+            out = MLP(cfg, name="mlp")(normed(x, name, norms.before), placement.context)
+            return added(x, normed(out, "post_feedforward_layernorm", norms.after)), weights, last
 
 
 class Layers(nn.Module):
@@ -219,9 +250,9 @@ class Layers(nn.Module):
         """Return the hidden states (each layer's input and the final output), the attention weights, and the cache."""
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
-        for index, window in enumerate(self.cfg.windows):
+        for index, layer in enumerate(self.cfg.layers):
             parts = tuple([part.layers[index] for part in cache.parts]) if cache else ()
-            x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, placement, parts)
+            x, weights, last = decoder_layer(self.cfg, layer, name=str(index))(x, placement, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
@@ -240,10 +271,12 @@ class Model(nn.Module):
         """Declare the submodules under Hugging Face's names."""
         self.embed_tokens = Embedding(self.cfg)
         self.layers = Layers(self.cfg, self.remat)
-        self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
+        self.norm = RMSNorm(self.cfg)
 
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
         """Return the L + 1 hidden states (only the last is normalized), the attention weights, and the cache."""
+        if self.cfg.embedding_multiplier is not None:
+            x = x * self.cfg.embedding_multiplier
         states, attentions, cache = self.layers(x, placement, cache)
         states[-1] = self.norm(states[-1])
         return states, attentions, cache
@@ -345,6 +378,10 @@ class CausalLM(nn.Module):
         with jax.named_scope("lm_head"):
             apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
             logits = apply(workarounds.for_head(x), context)
+        if self.cfg.logits_scaling is not None:
+            logits = logits / self.cfg.logits_scaling
+        if (cap := self.cfg.final_logit_softcapping) is not None:
+            logits = jnp.tanh(logits / cap) * cap
         return logits.astype(jnp.float32)
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
@@ -403,7 +440,7 @@ def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) 
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, keyed by its Hugging Face name, such as "model.embed_tokens.weight"."""
-    one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same shapes
+    one = cfg.first_layers(1)  # all layers have the same shapes
     variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
     prefix = "model.layers."

@@ -7,74 +7,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxgen.core.model import config_keys
-from jaxgen.core.model.config_fields import flag, one_of, positive, read_fields, whole
+from jaxgen.core.model.config_fields import one_of, read_fields
 from jaxgen.core.model.config_keys import DUAL_CHUNK, FIELDS
 from jaxgen.core.model.families import FAMILIES, NO_WINDOWS, Family
+from jaxgen.core.model.rope_config import RopeConfig
 from jaxgen.errors import ConfigError, one_line, shown, warn
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Required and optional parameters of each type of RoPE
-_ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-
-_DEFAULT_THETA = 10000.0  # in all of transformers' classes of these families, in all releases
-# Parameters of RoPE with which some architecture computes something else, with their neutral values. The keys in
-# `config_keys.neutral` count here too.
-_ROPE_NEUTRAL = {"alpha": (1,)}
-
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: its base and, if the context is extended, the parameters of the scaling method.
+class LayerSpec:
+    """One layer: what may differ between the layers of a model.
 
-    `type` is default, linear, dynamic, llama3 or yarn, as in transformers' `ROPE_INIT_FUNCTIONS`. Each field after
-    `theta` applies only to some types and is None for all other types.
+    Attributes:
+        window: the maximum number of tokens that a token attends to, including itself; None for all.
+        rope: the RoPE of queries and keys; None if they are not rotated.
     """
 
-    type: str
-    theta: float
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Read RoPE's parameters from `rope_theta` and `rope_scaling`, or from `rope_parameters`, in a config.json.
-
-        A warning names parameters that transformers ignores, such as `attn_factor`.
-
-        Raises:
-            ConfigError: the type is not implemented, or parameters are missing or invalid.
-        """
-        rope, notes = _read_rope(config)
-        if notes:
-            warn(f"config.json: {'; '.join(notes)}")
-        return rope
-
-    def to_hf(self) -> dict[str, Any] | None:
-        """Return the `rope_scaling` entry of a config.json; None for the default type."""
-        if self.type == "default":
-            return None
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("type", "theta")}
-        # transformers before 4.43 reads "type" instead of "rope_type", and accepts only "type" and "factor"
-        names = {"type": self.type} if self.type in ("linear", "dynamic") else {"rope_type": self.type}
-        return names | fields
+    window: int | None
+    rope: RopeConfig | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +38,10 @@ class ModelConfig:
     Attributes:
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
-        qk_norm: whether queries and keys are normalized.
-        windows: for each layer, the maximum number of tokens that a token attends to, including itself; None for all.
+        layers: what differs between layers.
         dtype: the dtype of the checkpoint's weights.
+        query_pre_attn_scalar, attn_logit_softcapping, final_logit_softcapping, attention_multiplier,
+            embedding_multiplier, residual_multiplier, logits_scaling: None in families that do not have them.
     """
 
     model_type: str
@@ -103,15 +56,56 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope: RopeConfig
     attention_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]
+    layers: tuple[LayerSpec, ...]
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    attention_multiplier: float | None = None
+    embedding_multiplier: float | None = None
+    residual_multiplier: float | None = None
+    logits_scaling: float | None = None
+
+    @property
+    def family(self) -> Family:
+        """The record of the architecture."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple([layer.window for layer in self.layers])
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different RoPEs of the layers, in the order of their first layers."""
+        return tuple(dict.fromkeys([layer.rope for layer in self.layers if layer.rope is not None]))
+
+    @property
+    def attention_scale(self) -> float | None:
+        """The factor of attention scores before the softmax; None means that they are divided by sqrt(`head_dim`)."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar**-0.5
+        return self.attention_multiplier
+
+    @property
+    def has_dynamic_rope(self) -> bool:
+        """Whether a token's rotation depends on the number of tokens in its row."""
+        return any(rope.type == "dynamic" for rope in self.ropes)
+
+    @property
+    def short_length(self) -> int | None:
+        """The number of tokens up to which longrope uses its short factors; None for other types of RoPE."""
+        return next((rope.original_max_position_embeddings for rope in self.ropes if rope.type == "longrope"), None)
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """Return the config of the model that consists of the first `count` layers."""
+        return dataclasses.replace(self, num_hidden_layers=count, layers=self.layers[:count])
 
     @property
     def matrix_parameters(self) -> int:
@@ -124,9 +118,9 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """The maximum number of tokens that the model supports, including any extension by RoPE scaling."""
-        original = self.rope.original_max_position_embeddings or self.max_position_embeddings
-        stretched = min(original * (self.rope.factor or 1), 2**31 - 1)
-        return max(self.max_position_embeddings, int(stretched))
+        longest = self.max_position_embeddings
+        stretched = [(rope.original_max_position_embeddings or longest) * (rope.factor or 1) for rope in self.ropes]
+        return max(longest, *(int(min(length, 2**31 - 1)) for length in stretched), 0)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -155,14 +149,13 @@ class ModelConfig:
         Raises:
             ConfigError: a config.json of this `model_type` cannot express the fields.
         """
-        family = FAMILIES[self.model_type]
+        family = self.family
         names = {field.name for field in dataclasses.fields(self)} - set(family.biases)
         config: dict[str, Any] = {
             "architectures": [family.architecture],
             "model_type": self.model_type,
-            **{name: getattr(self, name) for name in FIELDS if name in names},
-            "rope_theta": self.rope.theta,
-            "rope_scaling": self.rope.to_hf(),
+            **{name: getattr(self, name) for name in (*FIELDS, *family.fields) if name in names},
+            family.activation: self.hidden_act,
             "torch_dtype": self.dtype,
             "use_cache": True,
         }
@@ -170,6 +163,7 @@ class ModelConfig:
             del config["head_dim"]
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
+        config |= family.ropes.write(tuple([layer.rope for layer in self.layers]), self.windows)
         if ModelConfig.from_hf(config) != self:
             raise ConfigError(f"a config.json of model_type {self.model_type} cannot express {self}")
         return config
@@ -184,16 +178,18 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
         raise ConfigError(f"model_type {shown(model_type)} is not implemented; it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
+    if family.activation != "hidden_act":
+        config["hidden_act"] = config.pop(family.activation)
     values, problems = _read(config, family)
     if problems:
         raise ConfigError("; ".join(problems))
     fields = {field.name: values[field.name] for field in dataclasses.fields(ModelConfig) if field.name in values}
     fields |= {name: values[rule] if isinstance(rule, str) else rule for name, rule in family.biases.items()}
-    rope, notes = _read_rope(config)
-    model = ModelConfig(
-        **fields, model_type=model_type, qk_norm=family.qk_norm, rope=rope, windows=family.windows.read(config)
-    )
-    if unknown := config_keys.unknown(config):
+    windows = family.windows.read(config)
+    ropes, notes = family.ropes.read(config, windows)
+    layers = tuple([LayerSpec(window, rope) for window, rope in zip(windows, ropes, strict=True)])
+    model = ModelConfig(**fields, model_type=model_type, layers=layers)
+    if unknown := config_keys.unknown(config, family.own_keys):
         notes = [f"unknown keys are ignored, as in transformers: {one_line(', '.join(unknown), 500)}", *notes]
     if config.get(DUAL_CHUNK):
         notes.append(_dual_chunk(config[DUAL_CHUNK]))
@@ -209,7 +205,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
     """Read the values of `FIELDS` and the dtype from a config.json; also return a list of all problems."""
     dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
     dtypes = {name: value.removeprefix("torch.") if isinstance(value, str) else value for name, value in dtypes.items()}
-    fields = FIELDS | {name: one_of(DTYPES) for name in dtypes}
+    fields = FIELDS | {name: one_of(DTYPES) for name in dtypes} | dict(family.fields)
     values, problems = read_fields(fields, {**config, **dtypes})
     if not problems and len(set(dtypes.values())) > 1:
         problems.append(f"dtype {dtypes['dtype']} and torch_dtype {dtypes['torch_dtype']} differ: keep one")
@@ -224,11 +220,15 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
     architectures = config.get("architectures") or [family.architecture]
     if not isinstance(architectures, list | tuple) or not any(name in architectures for name in known):
         problems.append(f"architectures must be a list with {' or '.join(known)}, got {shown(architectures)}")
-    rope = _errors(_read_rope, config)
-    model = (
-        None if problems or rope else values | {"qk_norm": family.qk_norm, "rope_theta": _read_rope(config)[0].theta}
-    )
-    problems += config_keys.refused(config, model)
+    windows = (None,) if problems else family.windows.read(config)
+    rope = _errors(lambda config: family.ropes.read(config, windows), config)
+    model = None
+    if not problems and not rope:
+        ropes = [rope for rope in family.ropes.read(config, windows)[0] if rope is not None]
+        rope = [fault for one in dict.fromkeys(ropes) for fault in _unfit(one, values["head_dim"])]
+        theta = ropes[0].theta if ropes else None
+        model = values | {"qk_norm": family.norms.queries_keys is not None, "rope_theta": theta}
+    problems += config_keys.refused(config, model, family.own_keys)
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
         if config.get(key) not in (None, False):
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
@@ -265,80 +265,21 @@ def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family
     return problems + _errors(family.windows.read, config)
 
 
+def _unfit(rope: RopeConfig, head_dim: int) -> list[str]:
+    """List the parameters of a RoPE that do not fit the head size."""
+    width, problems = rope.width(head_dim), []
+    if width % 2 or width < 2:
+        problems.append(f"partial_rotary_factor must rotate an even number of dimensions, got {width} of {head_dim}")
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(rope, name)
+        if factors is not None and len(factors) != width // 2:
+            problems.append(f"{name} must have {width // 2} numbers, half the rotated dimensions, got {len(factors)}")
+    return problems
+
+
 def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> list[str]:
     try:
         read(config)
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-def _read_rope(config: Mapping[str, Any]) -> tuple[RopeConfig, list[str]]:
-    """Read RoPE's parameters; also return the content of a warning about the parameters that are ignored."""
-    source, given = _rope_entry(config)
-    rope_type, theta = given.pop("rope_type"), given.pop("rope_theta")
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
-        raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
-    required, optional = _ROPE_TYPES[rope_type]
-    fields = {name: positive() for name in required} | {name: positive(None) for name in optional}
-    if "truncate" in fields:
-        fields["truncate"] = flag(None)
-    if "original_max_position_embeddings" in fields:
-        fields["original_max_position_embeddings"] = whole(1)
-    values, problems = read_fields(fields, given)
-    if rope_type == "llama3" and not problems and values["low_freq_factor"] >= values["high_freq_factor"]:
-        problems.append("low_freq_factor must be less than high_freq_factor")
-    others = {name: _ROPE_NEUTRAL.get(name) or config_keys.neutral(name) for name in sorted(set(given) - set(fields))}
-    problems += [
-        f"{name}={shown(given[name])} is not implemented"
-        for name, neutral in others.items()
-        if neutral is not None and not config_keys.is_neutral(given[name], neutral)
-    ]
-    problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
-    base, faults = read_fields({"rope_theta": positive()}, {"rope_theta": theta})
-    problems += faults
-    if not faults and base["rope_theta"] <= 1:
-        problems.append(f"rope_theta must be > 1, got {theta}")
-    if problems:
-        raise ConfigError("; ".join(problems))
-    ignored = [name for name, neutral in others.items() if neutral is None]
-    if rope_type == "default" and "original_max_position_embeddings" in ignored:
-        ignored.remove("original_max_position_embeddings")  # transformers writes it
-    notes = (
-        [f"{source} (rope_type {rope_type}): ignored, as in transformers: {one_line(', '.join(ignored), 500)}"]
-        if ignored
-        else []
-    )
-    return RopeConfig(type=rope_type, theta=base["rope_theta"], **values), notes
-
-
-def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the entry for RoPE, and its content with the newer key names, no nulls and `rope_theta`."""
-    entries = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name) is not None}
-    read = {name: _normal_rope(name, entry, config) for name, entry in entries.items()}
-    if len(read) == 2 and read["rope_scaling"] != read["rope_parameters"]:
-        raise ConfigError("rope_scaling and rope_parameters differ: keep one")
-    source = next(reversed(read), "rope_scaling")
-    return source, read[source] if read else _normal_rope(source, {}, config)
-
-
-def _normal_rope(source: str, entry: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `rope_scaling` or `rope_parameters`, with what other keys of the config.json contribute."""
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{source} must be a dict or null, got {shown(entry)}")
-    given = {name: value for name, value in entry.items() if value is not None}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ConfigError(f"{source} has one entry per layer type; only one RoPE for all layers is implemented")
-    old_name = given.pop("type", None)
-    if old_name is not None and given.setdefault("rope_type", old_name) != old_name:
-        raise ConfigError(f"{source}: type and rope_type differ: keep rope_type")
-    given.setdefault("rope_type", None if source == "rope_scaling" and given else "default")
-    given.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_THETA))
-    name = "original_max_position_embeddings"
-    if given["rope_type"] in ("llama3", "yarn") and config.get(name) is not None:
-        if given.get(name, config[name]) != config[name]:
-            raise ConfigError(f"{name} differs in {source} and beside it: keep one")
-        given[name] = config[name]
-    if given["rope_type"] == "yarn":
-        given.setdefault(name, config.get("max_position_embeddings"))
-    return given

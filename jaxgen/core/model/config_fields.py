@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxgen.errors import shown
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # the types of layers: without and with a window
 REQUIRED: Any = object()
 _LARGEST_WHOLE = 2**31 - 1  # positions and ids are int32
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # numbers in this range are normal in float32
@@ -67,6 +68,15 @@ def list_of(names: tuple[str, ...]) -> Field:
         return isinstance(value, list | tuple) and all(name in names for name in value)
 
     return Field(f"a list of {', '.join(names)}", fits, None)
+
+
+def numbers() -> Field:
+    """Return a field for a list of numbers above 0."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(_is_number(number, _SMALLEST, _LARGEST) for number in value)
+
+    return Field("a list of numbers > 0", fits, read=lambda value: tuple(map(float, value)))
 
 
 def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxgen.core.model.config_fields import Field, flag, fraction, list_of, one_of, positive, whole
-from jaxgen.core.model.families import FULL, SLIDING
+from jaxgen.core.model.config_fields import FULL, SLIDING, Field, flag, fraction, list_of, one_of, positive, whole
 from jaxgen.errors import shown
 
 # The name of the jax.nn function for each `hidden_act`, and its options. Using names avoids importing jax here.
@@ -64,8 +63,9 @@ SPECIAL = frozenset(
 IRRELEVANT = frozenset(
     # bookkeeping, and settings for running the model in torch
     "_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash attn_implementation "
-    "transformers_version use_cache pretraining_tp torchscript use_bfloat16 return_dict output_attentions "
-    "output_hidden_states keys_to_ignore_at_inference chunk_size_feed_forward tokenizer_class name_or_path "
+    "transformers_version use_cache cache_implementation pretraining_tp torchscript use_bfloat16 return_dict "
+    "output_attentions output_hidden_states keys_to_ignore_at_inference chunk_size_feed_forward tokenizer_class "
+    "name_or_path "
     # keys for other heads and tasks
     "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix tf_legacy_loss "
     # encoder-decoder models
@@ -202,13 +202,15 @@ def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
     return any(_same(value, known) for known in values)
 
 
-def refused(config: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[str]:
-    """List the keys whose values are not neutral.
+def refused(config: Mapping[str, Any], model: Mapping[str, Any] | None, own: Collection[str] = ()) -> list[str]:
+    """List the keys whose values are not neutral, except `own`, the keys that the model's family reads.
 
     `model` has the model's values by name, and is None if they are unknown.
     """
     problems = []
     for key, value in config.items():
+        if key in own:
+            continue
         name, read = _OF_MODEL.get(key, ("", None))
         values = (None,) if read is not None and key not in NEUTRAL else neutral(str(key))
         if values is None or is_neutral(value, values):
@@ -220,9 +222,10 @@ def refused(config: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[
     return problems
 
 
-def unknown(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that are in no group, sorted."""
-    return sorted(key for key in map(str, config) if not _is_known(key) and key not in _OF_MODEL and not neutral(key))
+def unknown(config: Mapping[str, Any], own: Collection[str] = ()) -> list[str]:
+    """Return the keys that are in no group and not in `own`, sorted."""
+    names = set(map(str, config)) - set(own)
+    return sorted(key for key in names if not _is_known(key) and key not in _OF_MODEL and not neutral(key))
 
 
 def _is_known(key: str) -> bool:

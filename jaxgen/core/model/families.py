@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgen.errors import ConfigError
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from jaxgen.core.model.config_fields import FULL, SLIDING, Field, positive
+from jaxgen.core.model.rope_config import LONG_ROPE, ONE_ROPE, SWITCHED_ROPE, RopeRule, by_window, rope_switches
+from jaxgen.errors import ConfigError, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,26 @@ class WindowRule:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormRule:
+    """Where the RMS norms of a layer are, and what they compute.
+
+    Attributes:
+        before: whether the inputs of attention and of the feed-forward layer are normalized.
+        after: whether their outputs are normalized.
+        queries_keys: "head" if each head's queries and keys are normalized before RoPE, "projection" if all heads
+            together are.
+        unit_offset: whether the normalized values are multiplied by 1 + the weight.
+        rounds_last: whether the multiplication is in float32. If False, the normalized values are rounded before it.
+    """
+
+    before: bool = True
+    after: bool = False
+    queries_keys: str | None = None
+    unit_offset: bool = False
+    rounds_last: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """One architecture. Each bias is present (True), absent (False), or set by a config.json key (a str).
 
@@ -36,22 +56,34 @@ class Family:
         architecture: the model class in transformers.
         tokenizer: the tokenizer class in transformers, used if a checkpoint's files do not name one.
         windows: the rule for sliding windows.
+        defaults: values of config.json keys that a file may lack. They are the defaults of transformers' class, which
+            have been the same in all releases (4.28 to 5.24).
+        ropes: the rule for each layer's RoPE.
+        norms: the rule for norms.
+        fields: keys of config.json that only some families read; a `ModelConfig` has fields of the same names.
+        activation: the key of config.json with the activation function.
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the feed-forward layer has biases.
-        qk_norm: whether each head's queries and keys pass through an RMSNorm before RoPE.
-        defaults: values of config.json keys that a file may lack. They are the defaults of transformers' class, which
-            have been the same in all releases (4.28 to 5.24).
+        fused: whether checkpoints store the projections of a layer as `qkv_proj` and `gate_up_proj`.
+        scales_embedding: whether embeddings of ids are multiplied by the square root of their size.
+        rotates_in_float32: whether RoPE is computed in float32 and rounded once.
     """
 
     architecture: str
     tokenizer: str
     windows: WindowRule
     defaults: Mapping[str, Any]
+    ropes: RopeRule = ONE_ROPE
+    norms: NormRule = NormRule()
+    fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
+    activation: str = "hidden_act"
     attention_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    fused: bool = False
+    scales_embedding: bool = False
+    rotates_in_float32: bool = False
 
     @property
     def biases(self) -> dict[str, bool | str]:
@@ -62,6 +94,11 @@ class Family:
     def keys(self) -> frozenset[str]:
         """The config.json keys that this family reads for sliding windows and biases."""
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """All config.json keys that this family reads and others may not."""
+        return self.keys | set(self.fields) | set(self.ropes.keys) | {self.activation}
 
 
 def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
@@ -104,6 +141,46 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return (config["sliding_window"],) * config["num_hidden_layers"]
 
 
+def _by_type(derived: Callable[[Mapping[str, Any]], list[bool]], *keys: str) -> WindowRule:
+    """Return a rule for windows in the layers that `layer_types` names or, if it is missing, `derived` selects.
+
+    `derived` returns for each layer whether it has a window; `keys` are the keys that it reads.
+    """
+
+    def read(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+        types, window = config.get("layer_types"), config.get("sliding_window")
+        windowed = [kind == SLIDING for kind in types] if types else derived(config)
+        if window is None and any(windowed):
+            raise ConfigError("missing: sliding_window, the size of the windows that some layers have")
+        return tuple([window if has_window else None for has_window in windowed])
+
+    def write(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> dict[str, Any]:
+        switch = {"use_sliding_window": any(windows)} if "use_sliding_window" in keys else {}
+        types = [FULL if window is None else SLIDING for window in windows]
+        return switch | {"sliding_window": next(filter(None, windows), None), "layer_types": types}
+
+    return WindowRule(("sliding_window", "layer_types", *keys), read, write)
+
+
+def _all_but_each(interval: Any, layers: int) -> list[bool]:
+    if type(interval) is not int or interval < 1:
+        raise ConfigError(f"sliding_window_pattern must be a whole number >= 1, got {shown(interval)}")
+    return [(layer + 1) % interval != 0 for layer in range(layers)]
+
+
+def _gemma3_windows(config: Mapping[str, Any]) -> list[bool]:
+    patterns = [config.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
+    given = [pattern for pattern in patterns if pattern is not None] or [6]
+    if len(set(map(str, given))) > 1:
+        raise ConfigError("sliding_window_pattern and _sliding_window_pattern differ: keep one")
+    return _all_but_each(given[0], config["num_hidden_layers"])
+
+
+def _windows_without_rope(config: Mapping[str, Any]) -> list[bool]:
+    active = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    return [active and not has_rope for has_rope in rope_switches(config, config["num_hidden_layers"])]
+
+
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 # No layer has a window. A config converted from another family may contain `SWITCH_KEYS`, with windows switched off.
@@ -112,11 +189,37 @@ NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
 # The same window in every layer, or none if `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
+# Windows in every other layer, from the first
+ALTERNATING = _by_type(lambda config: [layer % 2 == 0 for layer in range(config["num_hidden_layers"])])
+GEMMA3_WINDOWS = _by_type(_gemma3_windows, "sliding_window_pattern", "_sliding_window_pattern")
+# Three layers with windows, then one without
+THREE_OF_FOUR = _by_type(lambda config: _all_but_each(4, config["num_hidden_layers"]))
+WINDOWS_WITHOUT_ROPE = _by_type(_windows_without_rope, "use_sliding_window", "max_window_layers")
 
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
+_TANH = "gelu_pytorch_tanh"
+_GEMMA = _DEFAULTS | {"head_dim": 256, "max_position_embeddings": 8192, "hidden_act": _TANH}
+_GEMMA |= {"tie_word_embeddings": True}
+_GEMMA2 = _GEMMA | {"hidden_activation": _TANH, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA3 = _GEMMA2 | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+# In the first files, "gelu" means the approximation by tanh, as in transformers.
+_GEMMA_ACTIVATION = Field(f"gelu or {_TANH}", lambda value: value in ("gelu", _TANH), read=lambda value: _TANH)
+_GEMMA_NORMS = NormRule(unit_offset=True, rounds_last=True)
+_GEMMA2_FIELDS = {"query_pre_attn_scalar": positive(), "final_logit_softcapping": positive(None)}
+_GRANITE_FIELDS: dict[str, Field] = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), positive()
+)
+_OLMO2 = _DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 2048}
+_OLMO_NORMS = NormRule(before=False, after=True, queries_keys="projection", rounds_last=True)
+_SMOLLM3 = _DEFAULTS | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+_SMOLLM3 |= {"rope_theta": 2e6, "no_rope_layer_interval": 4}
+_PHI3 = _DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None}
 
 # By `model_type`
 FAMILIES: dict[str, Family] = {
@@ -126,18 +229,97 @@ FAMILIES: dict[str, Family] = {
         "Qwen2Tokenizer",
         SWITCHED_WINDOWS,
         _QWEN | {"head_dim": 128},
+        norms=NormRule(queries_keys="head"),
         attention_bias="attention_bias",
         output_bias="attention_bias",
-        qk_norm=True,
     ),
     "llama": Family(
         "LlamaForCausalLM",
         "LlamaTokenizer",
         NO_WINDOWS,
         _DEFAULTS | {"max_position_embeddings": 2048},
+        mlp_bias="mlp_bias",
         attention_bias="attention_bias",
         output_bias="attention_bias",
-        mlp_bias="mlp_bias",
     ),
     "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW, _MISTRAL),
+    "phi3": Family("Phi3ForCausalLM", "LlamaTokenizer", ONE_WINDOW, _PHI3, ropes=LONG_ROPE, fused=True),
+    "granite": Family(
+        "GraniteForCausalLM",
+        "GPT2Tokenizer",
+        NO_WINDOWS,
+        _DEFAULTS | {"max_position_embeddings": 2048} | dict.fromkeys(_GRANITE_FIELDS, 1.0),
+        fields=_GRANITE_FIELDS,
+        mlp_bias="mlp_bias",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        "PreTrainedTokenizerFast",
+        WINDOWS_WITHOUT_ROPE,
+        _SMOLLM3,
+        ropes=SWITCHED_ROPE,
+        mlp_bias="mlp_bias",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        "GemmaTokenizer",
+        NO_WINDOWS,
+        _GEMMA,
+        norms=_GEMMA_NORMS,
+        fields={"hidden_act": _GEMMA_ACTIVATION},
+        scales_embedding=True,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "GemmaTokenizer",
+        ALTERNATING,
+        _GEMMA2,
+        norms=dataclasses.replace(_GEMMA_NORMS, after=True),
+        fields=_GEMMA2_FIELDS | {"attn_logit_softcapping": positive(None)},
+        activation="hidden_activation",
+        scales_embedding=True,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    # `attn_logit_softcapping` has no effect in transformers' class, so only null is allowed.
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        "GemmaTokenizer",
+        GEMMA3_WINDOWS,
+        _GEMMA3,
+        ropes=by_window("rope_local_base_freq"),
+        norms=dataclasses.replace(_GEMMA_NORMS, after=True, queries_keys="head"),
+        fields=_GEMMA2_FIELDS,
+        activation="hidden_activation",
+        scales_embedding=True,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        "GPT2Tokenizer",
+        NO_WINDOWS,
+        _OLMO2,
+        norms=_OLMO_NORMS,
+        rotates_in_float32=True,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        "GPT2Tokenizer",
+        THREE_OF_FOUR,
+        _OLMO2 | {"sliding_window": 4096},
+        ropes=by_window(None, only_theta=500000.0),
+        norms=_OLMO_NORMS,
+        rotates_in_float32=True,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
 }

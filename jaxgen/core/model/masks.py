@@ -6,6 +6,7 @@ Positions, slots and visible tokens are computed from a token's index in its row
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import flax.struct
 import jax
@@ -25,7 +26,8 @@ from jaxgen.shapes import repeat_rows
 class Visibility:
     """Visibility of keys to queries, stored as one index per token. Masks `[B, T, S]` are built block by block.
 
-    A query sees itself and the tokens before it, at most `window` tokens in total.
+    A query sees itself and the tokens before it, at most `window` tokens in total. The scores of visible keys are
+    scaled, and possibly capped.
 
     Attributes:
         queries: int32[B, T], the index of each query in its row; arbitrary for padding.
@@ -33,6 +35,8 @@ class Visibility:
             a hidden token.
         first: int32[B, T], the index of the first token that each query may see; None means 0.
         window: the maximum number of tokens that a query may see; None for no limit; static.
+        scale: the factor of the scores; None means that they are divided by the square root of H; static.
+        softcap: if not None, scores s become softcap * tanh(s / softcap); static.
         start: the slot in the last part at which the new tokens of all rows begin; None if unknown; static. Query i
             does not see the slots after `start + i`.
     """
@@ -41,6 +45,8 @@ class Visibility:
     keys: tuple[jax.Array, ...]
     first: jax.Array | None = None
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    scale: float | None = flax.struct.field(pytree_node=False, default=None)
+    softcap: float | None = flax.struct.field(pytree_node=False, default=None)
     start: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def mask(self, part: int) -> jax.Array:
@@ -51,6 +57,11 @@ class Visibility:
         if self.window is not None:
             visible &= queries - keys < self.window
         return visible if self.first is None else visible & (keys >= self.first[:, :, None])
+
+    def scores(self, products: jax.Array, width: int) -> jax.Array:
+        """Return the scores that belong to products of queries and keys with heads of size `width`."""
+        scores = products / math.sqrt(width) if self.scale is None else products * self.scale
+        return scores if self.softcap is None else jnp.tanh(scores / self.softcap) * self.softcap
 
     def span(self, part: int) -> tuple[jax.Array, jax.Array]:
         """Return the range [begin, end) of a part's slots that at least one query may see, as two int32[]."""
@@ -70,7 +81,7 @@ class Visibility:
         """Select queries `begin` to `end - 1`, and restrict the last part's keys to slots 0 to `slots - 1`."""
         first = None if self.first is None else self.first[:, begin:end]
         keys = (*self.keys[:-1], self.keys[-1][:, :slots])
-        return Visibility(self.queries[:, begin:end], keys, first, self.window)
+        return dataclasses.replace(self, queries=self.queries[:, begin:end], keys=keys, first=first, start=None)
 
     def of_row(self, row: jax.Array) -> Visibility:
         """Restrict to one row."""
@@ -169,7 +180,7 @@ class Placement:
     """Placement of the new tokens, the same for all layers.
 
     Attributes:
-        cos, sin: `[B, T, H]`, the cosines and sines of the tokens' rotation angles.
+        rotations: for each of the model's RoPEs, the cosines and sines of the tokens' rotation angles, `[B, T, R]`.
         slots: int32[B, T], the tokens' slots in the cache's last part, past the end for padding and overflow; None
             without a cache.
         visible: the keys that the tokens may see, before a layer applies its window.
@@ -177,8 +188,7 @@ class Placement:
         output_attentions: whether to return the attention weights; static.
     """
 
-    cos: jax.Array
-    sin: jax.Array
+    rotations: tuple[tuple[jax.Array, jax.Array], ...]
     slots: jax.Array | None
     visible: Visibility
     context: Context = NO_CONTEXT
@@ -224,13 +234,14 @@ def place(
         positions = _per_token("position_ids", position_ids, batch, steps)
     else:
         positions = order if first is None else order - first
-    cos, sin = rope_angles(cfg, jnp.maximum(positions, 0), mask, x.dtype)
+    positions, dtype = jnp.maximum(positions, 0), jnp.float32 if cfg.family.rotates_in_float32 else x.dtype
+    rotations = tuple([rope_angles(cfg, rope, positions, mask, dtype) for rope in cfg.ropes])
     if key_mask is not None:
         if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
             raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
         orders = [hide_keys(key_mask, keys) for keys in orders]
     visible = Visibility(order, tuple(orders), first, start=start)
-    return Placement(cos, sin, slots, visible), cache, overflow
+    return Placement(rotations, slots, visible), cache, overflow
 
 
 def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:

@@ -8,23 +8,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.core.model.config import ModelConfig, RopeConfig
+from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.rope_config import RopeConfig
 
 
-def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the cosines and sines, `dtype[B, T, H]`, that rotate queries and keys.
+def rope_angles(
+    cfg: ModelConfig, rope: RopeConfig, positions: jax.Array, valid: jax.Array, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines, `dtype[B, T, R]`, that rotate the first R dimensions of queries and keys.
 
     Args:
         cfg: the model's config.
+        rope: one of the RoPEs of its layers.
         positions: int32[B, T].
-        valid: bool[B, T], False for padding. Only the dynamic type of RoPE uses this mask, because its base grows with
-            the largest position in a row. (transformers uses the largest position in the batch.)
+        valid: bool[B, T], False for padding. Only the types `dynamic` and `longrope` use this mask, because they depend
+            on the largest position in a row. (transformers uses the largest position in the batch.)
         dtype: the dtype of the result; angles are always float32.
     """
-    if cfg.rope.type == "dynamic":
-        inv_freq, scale = _dynamic_inv_freq(cfg, positions, valid), 1.0
+    width = rope.width(cfg.head_dim)
+    if rope.type in ("dynamic", "longrope"):
+        length = 1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)
+        if rope.type == "dynamic":
+            inv_freq, scale = _dynamic(cfg, rope, width, length.astype(jnp.float32)), 1.0
+        else:
+            first = jnp.min(jnp.where(valid, positions, length - 1), axis=-1, keepdims=True)
+            inv_freq, scale = _longrope(cfg, rope, width, jnp.where(first > 0, first, length))
     else:
-        frequencies, scale = inverse_frequencies(cfg.rope, cfg.head_dim)
+        frequencies, scale = inverse_frequencies(rope, width)
         inv_freq = jnp.asarray(frequencies)[None, None, :]
     angles = positions.astype(jnp.float32)[..., None] * inv_freq
     angles = jnp.concatenate([angles, angles], axis=-1)
@@ -32,9 +42,18 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x [B, heads, T, H]` by `cos` and `sin [B, T, H]`, pairing the two halves of H, as in transformers."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return x * cos[:, None] + jnp.concatenate([-second, first], axis=-1) * sin[:, None]
+    """Rotate `x [B, heads, T, H]` by `cos` and `sin [B, T, R]`, pairing the two halves of R, as in transformers.
+
+    Only the first R dimensions are rotated. If `cos` and `sin` are float32, so is the computation; the result is
+    rounded to x's dtype.
+    """
+    width = cos.shape[-1]
+    rest = None if width == x.shape[-1] else x[..., width:]
+    turned = x if rest is None else x[..., :width]
+    first, second = jnp.split(turned, 2, axis=-1)
+    out = turned.astype(cos.dtype) * cos[:, None]
+    out = (out + jnp.concatenate([-second, first], axis=-1).astype(sin.dtype) * sin[:, None]).astype(x.dtype)
+    return out if rest is None else jnp.concatenate([out, rest], axis=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -55,15 +74,35 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     return plain, 1.0
 
 
-def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return each row's radians per position, float32[B, 1, H/2], as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
-    dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
+def _dynamic(cfg: ModelConfig, rope: RopeConfig, dim: int, length: jax.Array) -> jax.Array:
+    """Return each row's radians per position, float32[B, 1, R/2], as in `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    longest = jnp.float32(cfg.max_position_embeddings)
     assert rope.factor is not None
-    length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)
     growth = rope.factor * jnp.maximum(length, longest) / longest - (rope.factor - 1)
     base = rope.theta * growth ** (dim / (dim - 2))
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (1.0 / base ** exponent[None, :])[:, None, :]
+
+
+def _longrope(cfg: ModelConfig, rope: RopeConfig, dim: int, length: jax.Array) -> tuple[jax.Array, float]:
+    """Return each row's radians per position, float32[B, 1, R/2], and the scale (LongRoPE, arXiv 2402.13753).
+
+    A row uses the long factors if the pass that begins it has more than `original_max_position_embeddings` tokens.
+    `length` is the number of the pass's tokens for a row that begins, and the number of earlier tokens for all others.
+    (transformers 5 begins again with the long factors when the batch's longest row passes this length.)
+    """
+    original = rope.original_max_position_embeddings
+    assert original is not None
+    assert rope.short_factor is not None
+    assert rope.long_factor is not None
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    base = np.float32(rope.theta) ** exponent
+    short, long = (1 / (np.asarray(factors, np.float32) * base) for factors in (rope.short_factor, rope.long_factor))
+    scale = rope.attention_factor
+    if scale is None:
+        stretch = rope.factor or cfg.max_position_embeddings / original
+        scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return jnp.where(length > original, long[None, :], short[None, :])[:, None, :], scale
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:

@@ -97,7 +97,8 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
         model = assistant.cfg.model
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
     else:
+        assert early is not None
         params, settings = run.params, {}
-        model = dataclasses.replace(run.model, num_hidden_layers=early, windows=run.model.windows[:early])
+        model = run.model.first_layers(early)
     cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
     return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, run.context, mesh=run.mesh))

@@ -204,13 +204,25 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
     return key
 
 
-def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
+def check_lengths(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray, in_pieces: bool = False) -> None:
     """Warn if a row cannot reach its minimum length within its budget, or may exceed the model's context.
 
     transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings. `lengths` and `budget`
     are int32[B]. `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings.
+    `in_pieces` says that the model does not read each prompt in one pass.
+
+    Raises:
+        InputError: a row would begin with the short factors of longrope, and pass the length for which they are.
     """
     longest, model = int((lengths + budget).max()), cfg.model
+    if (short := model.short_length) is not None:
+        crossing = (lengths + budget > short) & (in_pieces | (lengths <= short))
+        if crossing.any():
+            raise InputError(
+                f"prompt and answer may reach {longest} tokens. longrope has other factors beyond {short} tokens, and "
+                f"a row keeps those with which it begins: let prompt and answer have at most {short} tokens, or pass "
+                "a longer prompt in one piece"
+            )
     if longest > model.max_position_embeddings and longest > (context := model.context_length):
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {context}: "

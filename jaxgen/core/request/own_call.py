@@ -13,7 +13,7 @@ from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.config.kinds import Text
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
-from jaxgen.core.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
+from jaxgen.core.request.checks import check_adapter, check_grammar, check_lengths, check_room
 from jaxgen.core.request.fields import OF_HOST, translated, with_own
 from jaxgen.core.request.keys import KEY_IMPL
 from jaxgen.core.request.prompt import PromptReader
@@ -61,7 +61,7 @@ class OwnCall:
         `lengths` contains the numbers of tokens in the prompts, and `budgets` the maximum numbers of new tokens.
         """
         check_adapter(self.cfg.adapter, 0)
-        warn_infeasible(self.cfg, lengths, budgets)
+        check_lengths(self.cfg, lengths, budgets)
         if self.grammar is not None:
             check_grammar(self.grammar, self.cfg, len(lengths))
             check_room(self.grammar, self.cfg, budgets)

@@ -32,10 +32,10 @@ from jaxgen.core.request.checks import (
     check_cache,
     check_grammar,
     check_key,
+    check_lengths,
     check_processes,
     check_room,
     check_slots,
-    warn_infeasible,
 )
 from jaxgen.core.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.core.request.lengths import beyond
@@ -242,7 +242,8 @@ def _budget(
         new_tokens = int(budget.max()) if eager else cfg.max_length - room
         budget = budget if eager else jnp.minimum(budget, new_tokens)
     if not is_traced(lengths, budget):
-        warn_infeasible(cfg, np.asarray(lengths), np.asarray(budget))
+        in_pieces = cached is not None or cfg.on("slots") or cfg.on("prefill_chunk_size")
+        check_lengths(cfg, np.asarray(lengths), np.asarray(budget), in_pieces)
         if isinstance(extensions.allowed, TokenAutomaton):
             check_room(extensions.allowed, cfg, np.asarray(budget))
     return new_tokens, budget

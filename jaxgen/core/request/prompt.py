@@ -82,7 +82,7 @@ class PromptReader:
     @property
     def lengths(self) -> Lengths:
         """The limits for a prompt and its answer."""
-        return Lengths(prompt=self.options.width, answer=self.options.capacity)
+        return Lengths(self.options.width, self.options.capacity, context=self.cfg.model.short_length)
 
     def read(self, prompt: Any, **more: Any) -> Prompt:
         """Check a prompt in the format of `Engine.submit`, and return it in the form that the device needs.

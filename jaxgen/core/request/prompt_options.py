@@ -98,7 +98,7 @@ def not_in_slots(cfg: GenerationConfig) -> str | None:
     """Return the mode, option or RoPE type that prevents an engine from using a config, or None."""
     if not mode_of(cfg).refills:
         return cfg.mode
-    if cfg.model.rope.type == "dynamic":
+    if cfg.model.has_dynamic_rope:
         return _DYNAMIC
     names = ("max_time", "token_healing", "slots", "guidance_scale", *_RECORDS)
     return next((name for name in names if cfg.on(name)), None)

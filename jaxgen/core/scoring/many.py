@@ -122,7 +122,7 @@ def score_many(
         batch_tokens = _BATCH_TOKENS_ON_CPU if default_device().platform == "cpu" else _BATCH_TOKENS
     check_whole("batch_tokens", batch_tokens, error=ConfigError)
     model = cfg.model
-    if model.rope.type == "dynamic":
+    if model.has_dynamic_rope:
         raise ConfigError("score_many reads each context once, which dynamic RoPE does not allow: use score")
     if np.ndim(cfg.adapter):
         raise ConfigError("adapter has one value per prompt, but score_many has no fixed prompts: set one value")
