@@ -32,9 +32,9 @@ from convert.shards import (
 from convert.tensors import DTYPES, STORED, Tensor, same_bits
 from jaxgen.core.config.generation_config import GenerationConfig, endless_ids, model_of
 from jaxgen.core.config.values import is_tracer
-from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.causal_lm import FUSED, param_shapes
 from jaxgen.core.model.config import ModelConfig
-from jaxgen.core.model.fused import separate
+from jaxgen.core.model.layout import as_stored, parts_of
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
@@ -97,6 +97,19 @@ class Checkpoint:
         """Return a tensor's values, cast to the dtype that `dtype_of` returns."""
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
+    def separated(self) -> Checkpoint:
+        """Return a checkpoint whose fused projections are read as separate ones."""
+        weights: dict[str, Any] = {}
+        for name, weight in self.weights.items():
+            path = name.split(".")
+            if len(path) < 2 or path[-2] not in FUSED:
+                weights[name] = weight
+                continue
+            for part, start, end in parts_of(path[-2], self.cfg.model):
+                cut = functools.partial(Tensor.rows, start=start, end=end)
+                weights[".".join((*path[:-2], part, path[-1]))] = jax.tree.map(cut, weight)
+        return dataclasses.replace(self, weights=weights)
+
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
         """Return a checkpoint that converts matrices to the given kind as it reads them; for None, return `self`."""
         kind = kind_of(quantize)
@@ -140,7 +153,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         ConfigError: `quantize` or `dtype` has an unsupported value.
     """
     wanted = float_dtype(dtype)
-    checkpoint, cfg = _open(path, wanted, quantize)
+    checkpoint, cfg = _open(path, wanted, quantize, separated=mesh is not None)
     model = cfg.model
     divided = None if mesh is None else shardings(model, mesh, checkpoint.weights)
     params: dict[str, Any] = dict.fromkeys(checkpoint.weights)
@@ -181,9 +194,13 @@ def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], Gen
     return flax.traverse_util.unflatten_dict(params, sep="."), cfg
 
 
-def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, GenerationConfig]:
-    """Open a checkpoint and apply the given dtype and quantization; return the checkpoint and its config."""
+def _open(path, wanted: np.dtype | None, quantize: Any, separated: bool = False) -> tuple[Checkpoint, GenerationConfig]:
+    """Open a checkpoint and apply the given dtype and quantization; return the checkpoint and its config.
+
+    With `separated`, the checkpoint has no fused projections.
+    """
     checkpoint = open_checkpoint(path, kind_of(quantize))
+    checkpoint = checkpoint.separated() if separated else checkpoint
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
@@ -247,7 +264,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Check nested parameters, and return them as a flat dict with keys such as "model.norm.weight"."""
-    given, problems = _flatten(separate(params, model))
+    given, problems = _flatten(as_stored(params, model))
     kinds = {type(weight): weight.name for weight in given.values() if isinstance(weight, Quantized)}
     if len(kinds) > 1:
         problems.append(f"params: weights of the kinds {', '.join(kinds.values())} cannot be stored in one checkpoint")

@@ -18,7 +18,7 @@ from convert.quantized import kind_in
 from convert.tensors import DerivedTensor, Tensor
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
 from jaxgen.core.model.config import ModelConfig
-from jaxgen.core.model.fused import separate
+from jaxgen.core.model.layout import separate
 from jaxgen.errors import ConfigError
 
 _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bias)")

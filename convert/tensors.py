@@ -33,7 +33,10 @@ _CHUNK = 1 << 20  # number of elements cast at a time; they fit into the CPU's c
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a safetensors name, such as BF16."""
+    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a safetensors name, such as BF16.
+
+    `is_part` says that the file's tensor `name` has more rows.
+    """
 
     file: Path
     name: str
@@ -41,6 +44,13 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    is_part: bool = dataclasses.field(default=False, kw_only=True)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return a range of rows as a tensor of its own."""
+        size = self.nbytes // self.shape[0]
+        shape, offset = (end - start, *self.shape[1:]), self.offset + start * size
+        return dataclasses.replace(self, shape=shape, offset=offset, nbytes=(end - start) * size, is_part=True)
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return the values cast to `dtype`, rounding to nearest; None keeps the file's dtype (one of `STORED`).
@@ -50,6 +60,8 @@ class Tensor:
         Raises:
             CheckpointError: the file was truncated, or a finite value is out of range for `dtype`.
         """
+        if self.is_part and part is None:
+            part = (slice(None),) * len(self.shape)
         if part is not None:
             return self.cast(self._read_part(part), dtype)
         try:

@@ -4,7 +4,7 @@ import pytest
 
 from convert import load_adapter, load_hf, pool_kv_heads, save_hf
 from jaxgen import GenerationConfig, InputError, fuse_projections, generate, score, shard_params
-from jaxgen.core.model.fused import separate
+from jaxgen.core.model.layout import separate
 from jaxgen.training import lora
 from tests.support.adapters import factors, write as write_adapter
 from tests.support.checkpoints import LLAMA, QWEN2, QWEN3, weights, write

@@ -1,7 +1,7 @@
 """DoLa (arXiv 2309.03883) subtracts the log-probabilities of an earlier layer from those of the last layer.
 
 The implementation follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own
-layer. The hidden states of an earlier layer pass through the head without the final norm.
+layer. The hidden states of an earlier layer pass through the head's matrix alone, without the final norm.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
     with jax.named_scope("dola"):
         of_all = None if adapter is None else jnp.tile(adapter, len(candidates))
         context = dataclasses.replace(run.context, adapter=of_all)
-        premature = head(run.model, run.params, jnp.stack(candidates), context)
+        premature = head(run.model, run.params, jnp.stack(candidates), context, plain=True)
         return guidance.join((contrasted(mature, premature), *others))
 
 

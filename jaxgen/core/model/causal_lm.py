@@ -371,16 +371,19 @@ class CausalLM(nn.Module):
             raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
         return self.model.embed_tokens(ids)
 
-    def head(self, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
-        """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
+    def head(self, x: jax.Array, context: Context = NO_CONTEXT, plain: bool = False) -> jax.Array:
+        """Map normalized hidden states `x [..., D]` to logits float32[..., V].
+
+        With `plain`, logits are neither divided by `logits_scaling` nor capped.
+        """
         if x.size == 0:
             return jnp.zeros((*x.shape[:-1], self.cfg.vocab_size), jnp.float32)
         with jax.named_scope("lm_head"):
             apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
             logits = apply(workarounds.for_head(x), context)
-        if self.cfg.logits_scaling is not None:
+        if self.cfg.logits_scaling is not None and not plain:
             logits = logits / self.cfg.logits_scaling
-        if (cap := self.cfg.final_logit_softcapping) is not None:
+        if (cap := self.cfg.final_logit_softcapping) is not None and not plain:
             logits = jnp.tanh(logits / cap) * cap
         return logits.astype(jnp.float32)
 
@@ -431,10 +434,10 @@ def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[j
     return out.hidden_states[-1], out.cache
 
 
-def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
-    """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
+def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT, plain: bool = False) -> jax.Array:
+    """Map normalized hidden states `x [..., D]` to logits float32[..., V]; for `plain`, see `CausalLM.head`."""
     module: Any = CausalLM(cfg)
-    return module.apply({"params": params}, x, context, method="head")
+    return module.apply({"params": params}, x, context, plain, method="head")
 
 
 @functools.lru_cache

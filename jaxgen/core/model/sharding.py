@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.causal_lm import FUSED, param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.layout import separate
 from jaxgen.core.model.weights import Weight
 from jaxgen.errors import InputError
 
@@ -96,6 +97,7 @@ def shard_params(params: Any, cfg: Any, mesh: Mesh) -> Any:
     if not isinstance(model, ModelConfig):
         raise TypeError(f"cfg must be a GenerationConfig with a model, or a ModelConfig, got {type(model).__name__}")
     mesh = divide(model, mesh)
+    params = separate(params, model) if model.family.fused else params
 
     def put(path, leaf):
         if any(key.key in FUSED for key in path):

@@ -22,7 +22,7 @@ from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.grammar.stop_strings import StopStrings
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.causal_lm import param_shapes
-from jaxgen.core.model.fused import expected_shapes
+from jaxgen.core.model.layout import expected_shapes
 from jaxgen.core.model.lowrank import adapter_count
 from jaxgen.core.model.weights import mismatch
 from jaxgen.errors import ConfigError, InputError, warn
