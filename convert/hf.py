@@ -302,7 +302,7 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
         model, cfg, faults, notes = read_configs(path, config, generation)
         problems += faults
     if model is not None:
-        tensors, listed, heads = renamed(tensors, listed)
+        tensors, listed, heads = renamed(tensors, listed, config and config.get("model_type"))
         notes += heads
         weights, faults = _parameters(path, tensors, listed, model, [named] if named else all_built_in())
         problems += faults

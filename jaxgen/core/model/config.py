@@ -9,7 +9,7 @@ from typing import Any
 from jaxgen.core.model import config_keys
 from jaxgen.core.model.config_fields import one_of, read_fields
 from jaxgen.core.model.config_keys import DUAL_CHUNK, FIELDS
-from jaxgen.core.model.families import FAMILIES, NO_WINDOWS, Family
+from jaxgen.core.model.families import FAMILIES, NO_WINDOWS, TEXT_PARTS, Family
 from jaxgen.core.model.rope_config import RopeConfig
 from jaxgen.errors import ConfigError, one_line, shown, warn
 
@@ -173,9 +173,12 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
     """Read a config.json as `ModelConfig.from_hf` does; return the model and the content of the warning, in parts."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
+    if config.get("model_type") in TEXT_PARTS:
+        config = _text_part(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type {shown(model_type)} is not implemented; it must be one of {', '.join(FAMILIES)}")
+        known = ", ".join((*FAMILIES, *TEXT_PARTS))
+        raise ConfigError(f"model_type {shown(model_type)} is not implemented; it must be one of {known}")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     if family.activation != "hidden_act":
@@ -199,6 +202,17 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
             f"model_type {model_type} has no sliding windows"
         )
     return model, notes
+
+
+def _text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text part of a model for images and text."""
+    family, sizes = TEXT_PARTS[config["model_type"]]
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", family) != family:
+        raise ConfigError(f"text_config must be the config of a {family} model, got {shown(text)}")
+    outer = {key: config[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if key in config}
+    inner = {key: value for key, value in text.items() if value is not None or key not in sizes}
+    return {**sizes, **outer, **inner, "model_type": family, "architectures": None}
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:

@@ -221,6 +221,12 @@ _SMOLLM3 = _DEFAULTS | {"num_key_value_heads": 4, "max_position_embeddings": 327
 _SMOLLM3 |= {"rope_theta": 2e6, "no_rope_layer_interval": 4}
 _PHI3 = _DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None}
 
+# Models for images and text, by `model_type`: the family of their text part, whose config is `text_config`, and class
+# defaults of sizes that published files lack.
+TEXT_PARTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}),
+}
+
 # By `model_type`
 FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Tokenizer", SWITCHED_WINDOWS, _QWEN, attention_bias=True),
