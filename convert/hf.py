@@ -39,10 +39,10 @@ from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
 from jaxgen.core.model.weights import Quantized
-from jaxgen.core.text.json_file import fetch_again
 from jaxgen.core.text.tokenizer import check_tokenizer
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
+from jaxgen.json_file import fetch_again
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]

@@ -14,7 +14,7 @@ import numpy as np
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
 from convert.tensors import Tensor, read_header, write_file
-from jaxgen.core.text import json_file
+from jaxgen import json_file
 from jaxgen.errors import ConfigError
 from jaxgen.remote import is_url
 

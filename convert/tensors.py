@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from convert.errors import CheckpointError
-from jaxgen.core.text.json_file import LARGEST, json_object, kind_of
 from jaxgen.errors import ConfigError, shown
+from jaxgen.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}

@@ -11,14 +11,14 @@ import jaxgen
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"model", "errors", "buckets", "shapes", "control", "cpu", "version"},
+    {"model", "errors", "json_file", "utf8_text", "buckets", "shapes", "control", "cpu", "version"},
     {"memory", "remote", "programs", "compile_cache", "progress", "recompilation", "text"},
     {"arguments"},
     {"config", "grammar"},
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring", "precompile", "flat_call"},
+    {"generation", "scoring", "precompile"},
     {"engine"},
     {"serving"},
     {"demo", "cli", "evaluate"},

@@ -50,14 +50,15 @@ from jaxgen.core.request.assistant import check_assistant
 from jaxgen.core.request.checks import check_room, check_stop_strings
 from jaxgen.core.request.inputs import check_vocabulary
 from jaxgen.core.request.keys import seed_keys
+from jaxgen.core.request.known_prompts import KnownPrompts
 from jaxgen.core.request.lengths import Lengths
 from jaxgen.core.request.prompt_options import not_in_slots
 from jaxgen.core.request.running.engine_sizes import EngineSizes
-from jaxgen.core.text.json_file import read_file
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import decoded
 from jaxgen.errors import InputError
+from jaxgen.json_file import read_file
 from jaxgen.programs import default_device
+from jaxgen.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_BATCH_SIZE = 8
@@ -185,7 +186,8 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     if slots is None:
         check_options(cfg, job.shape[0])
     if options.input:
-        check_lines(lines, cfg.reset(["slots"]), tokenizer, options.input, slots is not None)
+        prompts = KnownPrompts(lines, cfg.reset(["slots"]), tokenizer, in_engine=slots is not None)
+        check_lines(lines, prompts, options.input)
     if isinstance(automaton := generate_kwargs.get("prefix_allowed_tokens_fn"), TokenAutomaton):
         check_room(automaton, cfg, np.asarray([line.budget for line in lines] or budget([], None)))
     if assistant is not None:

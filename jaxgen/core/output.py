@@ -212,13 +212,7 @@ def raise_failures(out: GenerateOutput) -> None:
 
 def failure_of(out: GenerateOutput, row: int) -> str | None:
     """Return why a row could not continue, or None if it could."""
-    return failure_text(int(np.asarray(out.stop_reasons)[row]), int(np.asarray(out.lengths)[row]))
-
-
-def failure_text(reason: int, tokens: int) -> str | None:
-    """Return why a sequence could not continue after `tokens` generated tokens, or None if it could."""
-    text = FAILURES.get(StopReason(reason))
-    return text and f"cannot continue after {tokens} generated tokens: {text}"
+    return StopReason(int(np.asarray(out.stop_reasons)[row])).failure_after(int(np.asarray(out.lengths)[row]))
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:

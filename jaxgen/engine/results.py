@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.core.decoding.logprobs import LogProbs
-from jaxgen.core.decoding.stop_reasons import FAILURES, StopReason
+from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.prompt import Prompt
 from jaxgen.core.text.streaming import TextStream
 from jaxgen.core.text.tokenizer import Tokenizer
@@ -268,7 +268,7 @@ class Handle:
             text=None if self._tokenizer is None else self._tokenizer.decode(tokens),
             stop_reason=answer.reason,
             logprobs=_logprobs(answer.columns, prompt),
-            error=FAILURES.get(answer.reason),
+            error=answer.reason.failure,
             versions=tuple(answer.versions),
             cached_tokens=self.cached_tokens,
             metadata=prompt.metadata,

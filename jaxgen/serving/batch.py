@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
-from jaxgen.core.text.utf8_text import text_lines
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import decode
+from jaxgen.utf8_text import text_lines
 
 # The service's paths that a line may name. The body and the answer are those of the path.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

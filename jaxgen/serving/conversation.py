@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, JaxgenError, bare, shown
+from jaxgen.json_file import parse_json
 from jaxgen.serving.formats.format import Format
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatMessage, PastCall

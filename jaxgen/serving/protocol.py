@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
+from jaxgen.json_file import parse_json
 from jaxgen.serving.http_errors import ApiError
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")

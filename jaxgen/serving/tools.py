@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
+from jaxgen.json_file import parse_json
 from jaxgen.serving.formats.format import CallParser, Format
 from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
 

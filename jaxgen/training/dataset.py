@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import text_lines
 from jaxgen.errors import InputError, one_line, warn
+from jaxgen.json_file import parse_json
 from jaxgen.training.examples import IGNORED, Example
 from jaxgen.training.lines import line_examples
 from jaxgen.training.loop import TrainBatch
+from jaxgen.utf8_text import text_lines
 
 _SHOWN = 10  # maximum number of unused keys in a warning
 

@@ -12,7 +12,7 @@ import pytest
 
 from convert import CheckpointError
 from convert.errors import SHOWN_PROBLEMS
-from jaxgen.core.text import json_file
+from jaxgen import json_file
 from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
 from tests.support.bounded import MOST_SECONDS, bounded
 from tests.support.damage import cases

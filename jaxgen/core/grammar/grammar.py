@@ -11,8 +11,8 @@ from jaxgen.core.grammar.expression import Characters, Expression, Repeat, Text,
 from jaxgen.core.grammar.json_schema import read_schema
 from jaxgen.core.grammar.regex import read_regex
 from jaxgen.core.grammar.stopping import stoppable
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import check_whole, shown
+from jaxgen.utf8_text import encoded
 
 
 @dataclass(frozen=True, eq=False)

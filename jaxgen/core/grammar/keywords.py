@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, bare, shown
+from jaxgen.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
 DEEPEST = 64  # maximum nesting depth

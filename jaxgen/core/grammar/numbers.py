@@ -18,7 +18,7 @@ from jaxgen.core.grammar.expression import NOTHING, Compiled, Expression, Text, 
 from jaxgen.core.grammar.integers import integer_range
 from jaxgen.core.grammar.products import difference
 from jaxgen.core.grammar.regex import read_regex
-from jaxgen.core.text.json_file import types_of
+from jaxgen.json_file import types_of
 
 LARGEST = 10**keywords.MOST_DIGITS - 1
 MOST_DIVISOR = 5_000  # maximum divisor of integers, without factors of 10

@@ -23,9 +23,9 @@ from jaxgen.core.grammar.row_parts import row_parts
 from jaxgen.core.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
 from jaxgen.core.grammar.within import within
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import InputError, shown
 from jaxgen.shapes import short_repr
+from jaxgen.utf8_text import encoded
 
 OF_STATE = "part", "first", "count", "spans", "accepting", "free", "shortest"  # arrays with an entry for each state
 OF_TRANSITION = "low", "high", "step", "longer", "span_low", "span_high"  # for each transition

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.core.text.json_file import types_of
+from jaxgen.json_file import types_of
 from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
 from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import (

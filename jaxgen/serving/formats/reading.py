@@ -10,8 +10,8 @@ import json
 from collections.abc import Collection, Generator
 from typing import Any, NamedTuple, TypeVar
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError
+from jaxgen.json_file import parse_json
 
 SPACE = frozenset(" \t\n\r")
 _JSON = SPACE | frozenset('{}[]",:+-.0123456789E' + "truefalsenull")  # characters that JSON allows outside strings

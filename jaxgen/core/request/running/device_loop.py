@@ -38,7 +38,6 @@ class Loop:
         extensions: the caller's functions.
         mode: the decode mode, wrapped so that rows can leave and enter.
         sizes: the static sizes.
-        steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
         stored: the capacity of the prefix store, in blocks; 0 for no store.
     """
@@ -47,28 +46,18 @@ class Loop:
     extensions: Extensions
     mode: Continuous
     sizes: Sizes
-    steps: int
     key_impl: str
     stored: int
 
     @classmethod
-    def of(
-        cls,
-        options: PromptOptions,
-        extensions: Extensions,
-        slots: int,
-        *,
-        key_impl: str,
-        stored: int = 0,
-        steps: int = STEPS,
-    ) -> Loop:
+    def of(cls, options: PromptOptions, extensions: Extensions, slots: int, *, key_impl: str, stored: int = 0) -> Loop:
         """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
         mode = mode_of(options.full)
         cfg = options.full.replace(slots=slots)
         check_slots(cfg, None, extensions, mode)
         check_options(cfg.reset(options.own), 1)
         sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
-        return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
+        return cls(options, extensions, Continuous(mode, slots), sizes, key_impl, stored)
 
     @property
     def queue_capacity(self) -> int:
@@ -84,7 +73,7 @@ class Loop:
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue` and `run_first_chunk`."""
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
-        entries = 2 * self.steps + 8
+        entries = 2 * STEPS + 8
         return {**self.of_chunk, "queue_capacity": self.queue_capacity, "entries": entries, "stored": self.stored}
 
     @property
@@ -154,4 +143,4 @@ def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -
     """Return the traced program of a chunk. The parameters can be abstract shapes instead of arrays."""
     run = loop.run(params, tables)
     state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
-    return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)
+    return _chunk.trace(run, state, arrivals, np.int32(STEPS), **loop.of_chunk)
