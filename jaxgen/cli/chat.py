@@ -21,10 +21,10 @@ from jaxgen.cli import terminal
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
-from jaxgen.core.config.availability import refuse_unavailable
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.decoding.continuation import Continuation
 from jaxgen.core.request.checks import can_continue
+from jaxgen.core.request.early_checks import check_early
 from jaxgen.core.request.fields import read_fields
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, JaxgenError
@@ -310,7 +310,7 @@ class _Conversation:
         fields = setting(text)
         try:
             cfg = self.session.cfg.replace(**fields)
-            refuse_unavailable(cfg)
+            check_early(cfg, self.session.tokenizer)
         except TypeError as error:
             raise InputError(str(error)) from error
         self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)

@@ -165,7 +165,8 @@ class TestChat:
         [
             (b"\xff", "is not a conversation: "),
             (b"[" * 100_000, "not valid JSON: nested too deeply"),
-            (b'{"messages": []}', "it must be"),
+            (b'{"messages": []}', "must be a list of at least one"),
+            (b'{"text": "A"}', "it must be"),
             (b'{"messages": [{"role": "user", "content": "A"}]}', "alternate between user and assistant"),
             (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be text"),
         ],

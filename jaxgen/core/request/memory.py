@@ -39,17 +39,14 @@ def caches_bytes(
     capacity: int,
     cache_dtype: str | None,
     slots: int | None,
-    prefixes: int = 0,
-    grammars: int = 0,
 ) -> int:
-    """Return the total size in bytes of the caches for prompts and sequences, plus `prefixes` and `grammars`.
+    """Return the total size in bytes of the caches for prompts and sequences.
 
-    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences. `prefixes` and `grammars` are
-    the sizes in bytes of an engine's prefix store and of its table of grammars.
+    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
-    return prefixes + grammars + sum([cache_bytes(*size) for size in sizes])
+    return sum([cache_bytes(*size) for size in sizes])
 
 
 def bytes_of_call(
@@ -74,7 +71,8 @@ def bytes_of_call(
 def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0) -> None:
     """Raise an `InputError` if the device does not have enough memory for a call's caches.
 
-    `width` is the width of prompts in the program. `prefixes` and `grammars` are as in `caches_bytes`.
+    `width` is the width of prompts in the program. `prefixes` and `grammars` are the sizes in bytes of an engine's
+    prefix store and of its table of grammars.
     """
     needed = caches_bytes(
         (run.model,) if run.draft is None else (run.model, run.draft.model),
@@ -84,12 +82,10 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0
         capacity=run.capacity,
         cache_dtype=run.cfg.cache_dtype,
         slots=run.cfg.slots,
-        prefixes=prefixes,
-        grammars=grammars,
     )
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
     count = len(devices)  # on a mesh, all devices store parts of about equal size
-    if (each := needed // count) > SMALL:
+    if (each := (needed + prefixes + grammars) // count) > SMALL:
         remedy = f"{REMEDY}, or prefix_cache_bytes=0" if prefixes else REMEDY
         check_free("this call needs {}", each, devices, remedy)

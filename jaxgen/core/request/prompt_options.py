@@ -46,7 +46,6 @@ class PromptOptions:
         entries: int = ENTRIES,
         adapters: int = 0,
     ):
-        refuse_unavailable(cfg)
         _check(cfg)
         self.cfg, self.width, self.adapters = cfg, width, adapters
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
@@ -106,6 +105,7 @@ def not_in_slots(cfg: GenerationConfig) -> str | None:
 
 def _check(cfg: GenerationConfig) -> None:
     """Raise an error for a config that an engine does not support."""
+    refuse_unavailable(cfg)
     reason = not_in_slots(cfg)
     if reason in (cfg.mode, _DYNAMIC):
         raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {reason}: use generate")

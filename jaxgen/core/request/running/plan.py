@@ -128,7 +128,7 @@ def plan_of(
     options = PromptOptions(cfg, sizes.prompt_width, prompt_options, sizes.id_entries, adapter_count(params))
     extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
     prefixes = Prefixes.of(options.full, sizes, hook is not None)
-    loop = Loop.of(options, extensions, sizes.slots, key_impl=key_impl, stored=prefixes.capacity)
+    loop = Loop(options, extensions, sizes.slots, key_impl, prefixes.capacity)
     vocab, prompts = cfg.model.vocab_size, PromptReader(options, tokenizer, key_impl)
     tables, key_data = tables_of(vocab, sizes, tokenizer, stop_in_prompt), np.asarray(jax.random.key_data(key))
     return Plan(
