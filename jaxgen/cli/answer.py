@@ -46,9 +46,9 @@ from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.fused import fuse_projections
 from jaxgen.core.request.early_checks import check_early, new_tokens
-from jaxgen.core.request.keys import seed_keys
 from jaxgen.core.request.known_prompts import KnownPrompts
 from jaxgen.core.request.prompt_options import not_in_slots
+from jaxgen.core.request.random_keys import seed_keys
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError

@@ -26,6 +26,7 @@ from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.cache import KVCache
 from jaxgen.core.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.core.request.assistant import open_assistant
+from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.checks import check_call, extensions_of
 from jaxgen.core.request.driver import (
     RowStreamer,
@@ -39,7 +40,6 @@ from jaxgen.core.request.driver import (
 from jaxgen.core.request.gradients import without_gradient
 from jaxgen.core.request.healing import heal
 from jaxgen.core.request.inputs import is_traced
-from jaxgen.core.request.memory import check_call_memory
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.core.text.streaming import TextStreamer
 from jaxgen.errors import InputError

@@ -16,7 +16,7 @@ from jaxgen.core.request.running.plan import plan_of
 from jaxgen.core.request.running.schedule import Counts
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.processes import Processes
-from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
+from jaxgen.engine.results import Event, EventReader, Handle, PromptResults, QueueFull
 from jaxgen.engine.runner import Runner
 from jaxgen.errors import InputError
 from jaxgen.progress import progress_bar
@@ -184,7 +184,7 @@ class Engine:
         with self._changed:
             self._wait_for_space(timeout)
             self._schedule.add(job)
-            job.results = Results(job.prompt, listener)
+            job.results = PromptResults(job.prompt, listener)
             self._changed.notify_all()
         return Handle(job.results, self.tokenizer, self._runner.canceller(job), self._home)
 

@@ -85,7 +85,7 @@ class _Answer:
     versions: list[int] = dataclasses.field(default_factory=list)
 
 
-class Results:
+class PromptResults:
     """The results of a prompt so far, which the engine writes and the prompt's handle reads.
 
     Attributes:
@@ -188,7 +188,7 @@ class Handle:
     the end. Several threads can iterate and wait at the same time.
     """
 
-    def __init__(self, results: Results, tokenizer: Tokenizer | None, cancel: Callable[[], object], home: Home):
+    def __init__(self, results: PromptResults, tokenizer: Tokenizer | None, cancel: Callable[[], object], home: Home):
         self._results, self._tokenizer, self._cancel, self._home = results, tokenizer, cancel, home
 
     @property

@@ -16,8 +16,8 @@ from jaxgen.core.config.ends import with_end_of_turn
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
-from jaxgen.core.request.keys import seed_keys
 from jaxgen.core.request.prompt import Prompt, PromptReader
+from jaxgen.core.request.random_keys import seed_keys
 from jaxgen.core.text.spelled import Spelled
 from jaxgen.core.text.streaming import StopCut, TextStream
 from jaxgen.core.text.tokenizer import Tokenizer

@@ -116,13 +116,13 @@ class PromptFields(NamedTuple):
         return {name: value for name, value in self.others.items() if name in known}
 
 
-def read_fields(given: Any, own_data: bool = False) -> PromptFields:
+def read_fields(prompt: Any, own_data: bool = False) -> PromptFields:
     """Return the fields of a prompt, which may be a string, ids or a dict.
 
     Raise an error if a field is unknown or if the prompt is missing, or if the index or the number of sequences is
     invalid. `own_data` is as in `known_fields`.
     """
-    fields = known_fields(given, own_data)
+    fields = known_fields(prompt, own_data)
     source = _source_of(fields)
     content = fields.pop(source)
     for name in _RANGES.keys() & fields.keys():
@@ -154,12 +154,12 @@ def _is_conversation(messages: Any) -> bool:
     )
 
 
-def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_impl: str | None) -> dict[str, Any]:
+def translated(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int, key_impl: str | None) -> dict[str, Any]:
     """Return a prompt's fields in the terms of the engine: `ids`, `index`, `key`, `allowed`, `metadata`, and options.
 
     Raise an error if a field is unknown or invalid, or if two fields exclude each other.
     """
-    source, content, fields = read_fields(given)
+    source, content, fields = read_fields(prompt)
     if source != "ids":
         if tokenizer is None:
             raise InputError(f"a prompt given as {source} needs a tokenizer: pass tokenizer=, or ids")

@@ -22,8 +22,8 @@ from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of
 from jaxgen.core.model.weights import Quantized
 from jaxgen.core.request.checks import check_call, check_room, extensions_of
-from jaxgen.core.request.keys import KEY_IMPL
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
+from jaxgen.core.request.random_keys import KEY_IMPL
 from jaxgen.errors import ConfigError, InputError
 
 Arrays = dict[str, Any]
@@ -48,8 +48,10 @@ class FlatCall:
     key_impl: str = KEY_IMPL
 
 
-def flat_call(params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowed: Any = None, **own: Any) -> FlatCall:
-    """Return a call of `shape` (B, P). `own` are arguments of `extensions_of`, and `allowed` is a grammar or None.
+def flat_call(
+    params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowed: Any = None, **functions: Any
+) -> FlatCall:
+    """Return a call of `shape` (B, P). `allowed` is a grammar or None, and `functions` are for `extensions_of`.
 
     Raises:
         InputError, ConfigError, TypeError: for the same reasons as in `generate`, or because something needs the host.
@@ -70,7 +72,7 @@ def flat_call(params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowe
         raise ConfigError("max_new_tokens is not set, but an exported program has arrays of fixed size: set it")
     check_options(cfg, shape[0])
     warn_unused(cfg)
-    extensions = dataclasses.replace(extensions_of(cfg, **own), allowed=allowed)
+    extensions = dataclasses.replace(extensions_of(cfg, **functions), allowed=allowed)
     budget = np.asarray(cfg.max_new_tokens, np.int32)
     if allowed is not None:
         check_room(allowed, cfg, np.atleast_1d(budget))
@@ -85,8 +87,8 @@ def _program(
     params, cfg: GenerationConfig, extensions: Extensions, budget: np.ndarray
 ) -> tuple[Callable[[Arrays, Arrays], tuple[Prepared, Decoded]], dict[str, np.ndarray]]:
     """Return the call as a function of two dicts (parameters and inputs), and the default values of its inputs."""
-    most = int(budget.max())
-    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sets the size of arrays
+    capacity = int(budget.max())
+    sized = cfg.reset(["max_length"]).replace(max_new_tokens=capacity)  # so that max_new_tokens sets the size of arrays
     leaves, static = sized.tree_flatten()
     on = {name: leaf for name, leaf in zip(TRACED, leaves, strict=True) if leaf is not None}
     values = {name: np.asarray(jnp.asarray(x)) for name, x in flatten(jax.tree.map(jnp.asarray, on)).items()}
@@ -94,14 +96,14 @@ def _program(
     structure, names = jax.tree.structure(on), param_names(params)
 
     def run(params: Arrays, inputs: Arrays) -> tuple[Prepared, Decoded]:
-        given = jax.tree.unflatten(structure, [inputs[name] for name in values if name != "max_new_tokens"])
-        own = GenerationConfig.tree_unflatten(static, [given.get(name) for name in TRACED])
+        options = jax.tree.unflatten(structure, [inputs[name] for name in values if name != "max_new_tokens"])
+        cfg = GenerationConfig.tree_unflatten(static, [options.get(name) for name in TRACED])
         tree = jax.tree.map(params.__getitem__, names)
-        check_call(tree, own)
+        check_call(tree, cfg)
         key = jax.random.wrap_key_data(inputs["key"], impl=KEY_IMPL) if "key" in inputs else None
-        prepared = prepare(tree, own, CallInputs(inputs["ids"], key, inputs["attention_mask"]), extensions, eager=False)
+        prepared = prepare(tree, cfg, CallInputs(inputs["ids"], key, inputs["attention_mask"]), extensions, eager=False)
         run = dataclasses.replace(prepared.run, context=Context(divided=False, portable=True))
-        budget = jnp.broadcast_to(jnp.minimum(inputs["max_new_tokens"], most), prepared.request.budget.shape)
+        budget = jnp.broadcast_to(jnp.minimum(inputs["max_new_tokens"], capacity), prepared.request.budget.shape)
         request = dataclasses.replace(prepared.request, budget=budget)
         return prepared, loop.decode(run, request, prepared.mode)
 

@@ -18,9 +18,9 @@ from jaxgen.core.config.kinds import Text
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.request.checks import check_adapter, check_grammar, check_room, warn_infeasible
 from jaxgen.core.request.fields import GRAMMARS, OF_HOST, translated, with_own
-from jaxgen.core.request.keys import KEY_IMPL, own_keys
 from jaxgen.core.request.prompt import PromptReader
 from jaxgen.core.request.prompt_options import PromptOptions, per_prompt_options
+from jaxgen.core.request.random_keys import KEY_IMPL, own_keys
 from jaxgen.core.request.running.automaton_tables import with_space_for
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.core.text.tokenizer import Tokenizer

@@ -181,6 +181,6 @@ class PromptReader:
                 logged[row] = prompt.logged
         missing = [self.options.leaves()] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
-        first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
+        first, stop = (np.asarray([*states, *[0] * (rows - len(states))], np.int32) for states in (grammar, stops))
         lanes = Lanes(unusual, logged, self.options.rare)
         return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, lanes=lanes)

@@ -161,7 +161,7 @@ def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
 def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     """Pad an option's array to the shape of `off`, taking the padding from `off`."""
     value = np.asarray(value, off.dtype)
-    if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
+    if value.ndim and any(size > limit for size, limit in zip(value.shape, off.shape, strict=True)):
         # The value may be padded with unused entries. Only the used entries have to fit into the engine's table.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):

@@ -15,7 +15,7 @@ from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.decoding.run import Run, Sizes
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of, replicate
-from jaxgen.core.request.memory import check_call_memory
+from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.prompt_options import PromptOptions
 from jaxgen.programs import Program, default_device
 
