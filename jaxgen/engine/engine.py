@@ -94,7 +94,7 @@ class Engine:
         self.id_entries, self.most_waiting = self.sizes.id_entries, self.sizes.most_waiting
         self.prompts, self._schedule = plan.prompts, plan.schedule
         processes = None
-        if plan.is_shared:
+        if plan.mesh is not None and plan.mesh.is_multi_process:
             processes = Processes(self._schedule.no_arrivals(), self._schedule.joint, plan.identity)
         params = plan.open(params)
         self._leads = processes is None or jax.process_index() == 0
@@ -199,7 +199,7 @@ class Engine:
 
     def check_grammar(self, automaton: TokenAutomaton) -> None:
         """Raise an `InputError` if an automaton is larger than the engine's table of grammars allows."""
-        self._plan.check_grammar(automaton)
+        self._schedule.tables["allowed"].fits(automaton)
 
     def pause(self, finish: bool = False) -> None:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.

@@ -206,6 +206,11 @@ class TestChat:
             "top_p 0.9",
         ]
 
+    def test_a_setting_with_which_no_answer_is_possible(self, say):
+        before, refused, after = self.notes(say("/set\n/set suppress_tokens 9999999\n/set")[2])
+        assert "suppress_tokens contains the token 9999999, but the vocabulary is 0 to" in refused
+        assert before == after
+
     @pytest.mark.filterwarnings("default")
     def test_a_warning_in_a_conversation(self, say):
         assert self.notes(say("/set top_k 5\nA")[2])[1:] == ["warning: greedy_search does not read top_k 5"]

@@ -233,5 +233,4 @@ def test_prompts_are_not_added_where_they_do_not_fit(monkeypatch, stage):
 def memory_of_caches(prompts):
     from jaxgen.core.request.cache_memory import caches_bytes
 
-    sizes = {"sequences": 1, "width": 32, "capacity": 128, "cache_dtype": None, "slots": None}
-    return caches_bytes((MODEL,), prompts=prompts, **sizes)
+    return caches_bytes((MODEL,), CFG, prompts, sequences=1, width=32, capacity=128)

@@ -125,8 +125,9 @@ def read_fields(prompt: Any, own_data: bool = False) -> PromptFields:
     fields = known_fields(prompt, own_data)
     source = _source_of(fields)
     content = fields.pop(source)
-    for name in _RANGES.keys() & fields.keys():
-        fields[name] = check_whole(name, fields[name], *_RANGES[name])
+    for name, limits in _RANGES.items():
+        if name in fields:
+            fields[name] = check_whole(name, fields[name], *limits)
     return PromptFields(source, content, fields)
 
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxgen.core.config.availability import refuse_argument
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.grammar.stop_strings import StopAutomaton
-from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.lowrank import adapter_count
 from jaxgen.core.model.sharding import mesh_of
 from jaxgen.core.request.checks import check_call, check_key, extensions_of, typed_key
@@ -58,11 +57,6 @@ class Plan:
         self.device.open(params, self.schedule.no_arrivals(), self.schedule.joint)
         return params
 
-    @property
-    def is_shared(self) -> bool:
-        """True if several processes run the loop together."""
-        return self.mesh is not None and self.mesh.is_multi_process
-
     def job(self, prompt: Prompt, group: Hashable) -> Job:
         """Return a job for a prompt, without a record of its results.
 
@@ -82,10 +76,6 @@ class Plan:
         for name, (_, automaton) in automata.items():
             self.schedule.tables[name].fits(automaton)
         return Job(prompt, None, automata, group)
-
-    def check_grammar(self, automaton: TokenAutomaton) -> None:
-        """Raise an `InputError` if an automaton is larger than the table of grammars allows."""
-        self.schedule.tables["allowed"].fits(automaton)
 
     def replacement(self, old: Any, new: Any) -> Any:
         """Return new parameters, sharded like the old ones, so that nothing has to be compiled again.
