@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.config.tables import eos_list
-from jaxgen.core.scoring.many import score_many
+from jaxgen.core.scoring.score_many import score_many
 from jaxgen.core.text.chat_template import continued
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.many_prompts import generate_many

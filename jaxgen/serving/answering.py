@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.prompt import Prompt
-from jaxgen.core.scoring.text import score
+from jaxgen.core.scoring.score import score
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError

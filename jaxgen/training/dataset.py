@@ -108,8 +108,8 @@ def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBat
         return np.random.default_rng((seed, epoch)).permutation(count)
 
     def batches(step: int) -> TrainBatch:
-        places = range(step * rows, (step + 1) * rows)
-        chosen = np.array([order(place // count)[place % count] for place in places])
+        indices = range(step * rows, (step + 1) * rows)
+        chosen = np.array([order(index // count)[index % count] for index in indices])
         return TrainBatch(data.ids[chosen], data.labels[chosen], data.segments[chosen])
 
     return batches
