@@ -156,11 +156,11 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
     A request without a temperature uses the checkpoint's temperature, or 1 if the checkpoint does not sample.
     """
-    most = options.max_new_tokens or min(context, _MOST_ANSWER)
-    own: dict[str, Any] = {"max_new_tokens": min(most, context), "do_sample": True}
+    budget = options.max_new_tokens or min(context, _MOST_ANSWER)
+    fields: dict[str, Any] = {"max_new_tokens": min(budget, context), "do_sample": True}
     if not loaded.on("do_sample"):
-        own |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    return loaded.replace(**own, output_logprobs="logits", top_logprobs=options.max_logprobs)
+        fields |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return loaded.replace(**fields, output_logprobs="logits", top_logprobs=options.max_logprobs)
 
 
 @contextlib.contextmanager

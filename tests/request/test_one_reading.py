@@ -99,6 +99,11 @@ def test_ids_that_are_refused(ids, error, words):
         READER.read({"ids": ids})
 
 
+def test_one_token_is_counted_in_the_singular():
+    with pytest.raises(InputError, match="the prompt has 1 token, so it fills the context of 1: shorten the prompt"):
+        Lengths(context=1).budget(1, 1)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 40), st.none() | st.integers(0, 40), *[st.none() | st.integers(1, 30)] * 3)
 def test_a_budget_fits_all_limits(length, asked, prompt, answer, context):
