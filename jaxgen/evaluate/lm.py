@@ -175,18 +175,16 @@ class JaxgenLM(TemplateLM):
         """Return a prompt for `generate_many`, and the strings at which to cut its answer."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
         stops = [text for text in handle_stop_sequences(kwargs.pop("until", None), self._eos_text) if text]
-        budget = kwargs.pop("max_gen_toks")
-        if budget >= self.max_length:
-            raise InputError(
-                f"an answer of {budget} tokens leaves no room for context: max_length is {self.max_length}"
-            )
+        size = kwargs.pop("max_gen_toks")
+        if size >= self.max_length:
+            raise InputError(f"an answer of {size} tokens leaves no room for context: max_length is {self.max_length}")
         if not kwargs.get("do_sample"):
             kwargs = {name: value for name, value in kwargs.items() if name not in ("temperature", "top_p", "top_k")}
         for name in kwargs:
             if name not in OPTIONS or name == "max_length":
                 remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
                 raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
-        ids = self.tok_encode(context)[-(self.max_length - budget) :] or [self.prefix_token_id]
+        ids = self.tok_encode(context)[-(self.max_length - size) :] or [self.prefix_token_id]
         # The eos token itself ends an answer, so its text does not have to be a stop string.
         texts = [text for text in stops if text != self._eos_text]
-        return {"ids": ids, "max_new_tokens": budget, "stop_strings": texts or None, **kwargs}, stops
+        return {"ids": ids, "max_new_tokens": size, "stop_strings": texts or None, **kwargs}, stops
