@@ -59,11 +59,6 @@ _NAME = re.compile(r"\(\?P?<[A-Za-z_$][A-Za-z0-9_$]*>")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,8})\}")
 _PROPERTY = re.compile(r"[pP]\{(?:General_Category=|gc=)?([A-Za-z_=]+)\}")
 _LOOKS = {"(?=": (True, False), "(?!": (True, True), "(?<=": (False, False), "(?<!": (False, True)}
-_LATER = {
-    "(?>": "an atomic group",
-    "(?#": "a comment",
-    "(?(": "a condition",
-}
 
 
 def read_regex(
@@ -218,11 +213,12 @@ class _Reader:
                     self.refuse("has a group that is not closed")
                 return Look(inner, ahead, negated)
         if not self.next("(?:") and not self.match(_NAME):
-            for opening, name in _LATER.items():
-                if self.pattern.startswith(opening, self.place):
-                    self.refuse(f"has {name}, {opening}...), which is not supported")
             if self.pattern.startswith("(?", self.place):
-                self.refuse("has an unknown kind of group: write (?:...); (?i) and (?s) may stand at the start")
+                kind = self.pattern[self.place : self.place + 3]
+                self.refuse(
+                    f"has a kind of group that is not supported, {kind}: write (?:...); (?i) and (?s) may stand at the "
+                    "start"
+                )
             self.place += 1
         inner = self.choice(depth + 1)
         if not self.next(")"):

@@ -146,8 +146,9 @@ class TokenAutomaton:
         given, they are added to that list instead. `whitespace_pattern` is a regular expression for the whitespace
         between JSON tokens; None means `[ ]?`. The other arguments and errors are as in `from_regex`.
         """
-        options: dict[str, Any] = {"unsupported": unsupported, "left_out": left_out}
-        grammar = Grammar.json_schema(schema, whitespace_pattern=whitespace_pattern, **options)
+        grammar = Grammar.json_schema(
+            schema, whitespace_pattern=whitespace_pattern, unsupported=unsupported, left_out=left_out
+        )
         return cls.from_expression(grammar, tokenizer, name="the schema", vocab_size=vocab_size)
 
     @classmethod
