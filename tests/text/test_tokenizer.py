@@ -722,15 +722,13 @@ class TestChatPrefix:
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
-        with pytest.raises(
-            InputError, match=r"conversation 1 does not begin with .* token 1 differs\. Begin with the same messages"
-        ):
+        with pytest.raises(InputError, match="conversation 1 does not begin with .*: begin with the same messages"):
             tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
         assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
         whole = tok.chat([USER]).ids[0]
         with pytest.raises(InputError, match="conversation 0 has no tokens after the"):
             tok.chat([USER], after=whole)
-        with pytest.raises(InputError, match=f"token {len(whole)} differs"):
+        with pytest.raises(InputError, match="conversation 0 does not begin with"):
             tok.chat([USER], after=[*whole, 1])
         with pytest.raises(InputError, match="no first token in common"):
             byte_level(chat_template="{{ messages[-1].content }}").chat_prefix(BEGINNINGS[0])
