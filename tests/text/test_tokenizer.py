@@ -552,9 +552,7 @@ class TestChat:
     @pytest.mark.parametrize(
         ("role", "message"),
         [
-            ("usr", r"'usr', .*: did you mean 'user'\?"),
-            ("User", r"'User', .*: did you mean 'user'\?"),
-            ("assistent", r"'assistent', .*: did you mean 'assistant'\?"),
+            ("usr", "'usr', .*: use system"),
             ("developer", "'developer', .*: use system, user, assistant, tool, or a role from the template"),
             ("", "'', .*: use system"),
             ("x" * 10**6, r"'x+\.\.\.x+', .*: use system"),
@@ -722,7 +720,7 @@ class TestChatPrefix:
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
-        with pytest.raises(InputError, match="conversation 1 does not begin with .*: begin with the same messages"):
+        with pytest.raises(InputError, match=r"conversation 1 does not begin with .*: begin with the same messages"):
             tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
         assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
         whole = tok.chat([USER]).ids[0]

@@ -29,14 +29,6 @@ RENORMALIZE, WARP = "renormalize", "warp"
 LENGTH, CHOICE = "Length and end", "Choosing a token"
 SCORES = "Scores, in the order in which they are applied"
 OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
-# The titles of these sections in the help of a command.
-_TITLES = {
-    LENGTH: "length and end",
-    CHOICE: "choosing a token",
-    SCORES: "scores",
-    OUTPUT: "prompts",
-    MODES: "beams, contrastive search, drafts, DoLa",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +76,6 @@ class Option:
     refused: str = ""
     offered: tuple[Any, ...] = ()
     examples: tuple[Any, ...] = ()
-
-    @property
-    def title(self) -> str:
-        """The title of the option's section in the help of a command."""
-        return _TITLES[self.group]
 
     def parse(self, value: Any) -> Any:
         """Return the normal form of a value; see `Kind.parse`."""
