@@ -204,15 +204,8 @@ class _Reader:
         return union([*ranges, *((other, other) for other in others)])
 
     def group(self, depth: int) -> Expression:
-        for opening, (ahead, negated) in _LOOKS.items():
-            if self.next(opening):
-                self.large ^= negated
-                inner = self.choice(depth + 1)
-                self.large ^= negated
-                if not self.next(")"):
-                    self.refuse("has a group that is not closed")
-                return Look(inner, ahead, negated)
-        if not self.next("(?:") and not self.match(_NAME):
+        look = next((look for opening, look in _LOOKS.items() if self.next(opening)), None)
+        if look is None and not self.next("(?:") and not self.match(_NAME):
             if self.pattern.startswith("(?", self.place):
                 kind = self.pattern[self.place : self.place + 3]
                 self.refuse(
@@ -220,10 +213,13 @@ class _Reader:
                     "start"
                 )
             self.place += 1
+        negated = look is not None and look[1]
+        self.large ^= negated
         inner = self.choice(depth + 1)
+        self.large ^= negated
         if not self.next(")"):
             self.refuse("has a group that is not closed")
-        return inner
+        return inner if look is None else Look(inner, *look)
 
     def brackets(self) -> Ranges:
         """Read a class after its opening bracket."""
