@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in STORED.items()}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # maximum bytes read or written per system call
-_CHUNK = 1 << 20  # number of elements cast at a time; they fit into the CPU's cache
+CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Tensor:
         result = np.empty(array.shape, dtype)
         source, target = array.reshape(-1), result.reshape(-1)
         lost = 0
-        for start in range(0, source.size, _CHUNK):
-            chunk, cast = source[start : start + _CHUNK], target[start : start + _CHUNK]
+        for start in range(0, source.size, CHUNK):
+            chunk, cast = source[start : start + CHUNK], target[start : start + CHUNK]
             with np.errstate(over="ignore", invalid="ignore"):  # NaNs stay NaNs
                 cast[:] = chunk
                 lost += np.count_nonzero(np.isinf(cast) & ~np.isinf(chunk))
