@@ -1,5 +1,6 @@
 import json
 import re
+import string
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tokenizers import decoders, models
 from jaxgen import Grammar, Tokenizer, demo
 from jaxgen.core.grammar import row_parts, token_table
 from jaxgen.core.grammar.expression import NOTHING
-from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.grammar.token_automaton import Capacity, TokenAutomaton
 from jaxgen.core.grammar.within import within
 from jaxgen.errors import InputError
 from tests.support.automata import matrix, of_matrix
@@ -238,13 +239,92 @@ def test_stacks_that_cannot_be(tok):
     assert automaton.begin(3).shape == (3,)
 
 
+WALK = ("(yes|no)!", SCHEMA, "[0-9]{1,3}", "[a-d]{2,6}")
+
+
+def test_adding_rows_does_not_change_how_a_row_continues(tok):
+    first, second, third, fourth = (automaton_of(grammar, tok) for grammar in WALK)
+    eos, rng = marks(len(tok), tok.eos_token_id), np.random.default_rng(1)
+    remaining = jnp.asarray([60], jnp.int32)
+    table = TokenAutomaton.stack([second], capacity=(2048, 8192, 256, 8))
+    state, alone = table.begin(1), second.begin(1)
+    step = jax.jit(lambda table, state: table.allowed(state, eos, remaining))
+    for number in range(30):
+        if number in (7, 11):
+            others = {7: TokenAutomaton.stack([first, third]), 11: fourth}[number]
+            before, shapes = table, jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), table)
+            table, start = table.add(others)
+            assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), table) == shapes
+            assert start.shape == others.start.shape
+            np.testing.assert_array_equal(table.start, before.start)
+            for at, own in zip(np.atleast_1d(start), [first, third] if number == 7 else [fourth], strict=True):
+                np.testing.assert_array_equal(step(table, jnp.asarray([at])), step(own, own.begin(1)))
+        may = np.asarray(step(table, state))
+        np.testing.assert_array_equal(may, np.asarray(step(second, alone)))
+        np.testing.assert_array_equal(exhausted(table, state), exhausted(second, alone))
+        tokens = jnp.asarray([rng.choice(np.flatnonzero(may[0] & ~np.asarray(eos)))], jnp.int32)
+        state, alone = push(table, state, tokens, eos), push(second, alone, tokens, eos)
+        np.testing.assert_array_equal(state, alone)
+    assert state[0] >= 0
+
+
+def test_adding_compiles_nothing(tok):
+    traces = []
+
+    @jax.jit
+    def step(table, start, tokens, eos):
+        traces.append(None)
+        state = table.push(start, tokens, eos)
+        return table.allowed(state, eos), table.exhausted(state)
+
+    tokens, eos = np.asarray([5], np.int32), np.zeros(len(tok), bool)
+    table = TokenAutomaton.stack([TokenAutomaton.from_prefixes([""], tok)], capacity=(2048, 8192, 256, 8))
+    assert np.asarray(step(table, table.start, tokens, eos)[0]).all()  # this prefix allows everything
+    with compilations() as count:
+        for grammar in WALK:
+            table, start = table.add(automaton_of(grammar, tok))
+            step(table, np.asarray(start)[None], tokens, eos)
+    assert (count[0], len(traces)) == (0, 1)
+
+
 def test_a_start_state_without_predecessors_is_not_overwritten(tok):
     """In an automaton built from prefixes, the start state can have the highest index."""
     parts = [TokenAutomaton.from_prefixes(["a"], tok), automaton_of("b", tok), automaton_of("", tok)]
-    table = TokenAutomaton.stack(parts)
-    assert len(set(np.asarray(table.start).tolist())) == 3
-    for part, start in zip(parts, table.start, strict=True):
-        np.testing.assert_array_equal(allowed(table, start[None], None), allowed(part, part.begin(1), None))
+    table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 256, 256, 8)), []
+    for part in [*parts, *parts[::-1]]:
+        table, start = table.add(part)
+        starts.append(int(np.ravel(start)[0]))
+    assert len(set(starts)) == 6
+    for part, start in zip([*parts, *parts[::-1]], starts, strict=True):
+        np.testing.assert_array_equal(allowed(table, jnp.asarray([start]), None), allowed(part, part.begin(1), None))
+
+
+def test_too_small_a_capacity(tok):
+    first, second = automaton_of("[0-9]{3}x", tok), automaton_of("[a-z]{5}", tok)
+    table = TokenAutomaton.stack([first], capacity=(8, 64, 64, 2))
+    assert table.capacity == (8, 64, 64, 2)
+    with pytest.raises(
+        InputError, match=r"need 1\d states, \d+ transitions, .* 2 automata .* but .* is 8, 64, 64, 2 and 64: stack"
+    ):
+        table.add(second)
+    for capacity in ((3, 64, 64, 2), (8, 1, 64, 2), (8, 64, 1, 2), (8, 64, 64, 0)):
+        with pytest.raises(InputError, match=f"{', '.join(map(str, capacity))} and 64: stack with a larger capacity"):
+            TokenAutomaton.stack([first], capacity=capacity)
+    with pytest.raises(TypeError, match=r"capacity must be \(states, transitions, .* got \(1024, 256\)"):
+        TokenAutomaton.stack([first], capacity=(1024, 256))
+    with pytest.raises(InputError, match=r"\[1024, 1030\]"):
+        table.add(automaton_of("a", tok, vocab_size=1030))
+
+
+def test_rows_have_space_for_an_eighth_of_the_classes(tok):
+    """Each letter leads to its own state, so the first state has a transition for each letter."""
+    letters = string.ascii_letters + string.digits + string.punctuation
+    automaton = automaton_of("|".join(f"{re.escape(letter)}{i:03}" for i, letter in enumerate(letters)), tok)
+    capacity = Capacity(512, 1024, 256, 2)
+    assert automaton.longest_row > capacity.width == 64
+    with pytest.raises(InputError, match=r"and 9\d transitions in a state, but .* and 64: stack with a larger"):
+        TokenAutomaton.stack([automaton], capacity=capacity)
+    TokenAutomaton.stack([automaton], capacity=capacity._replace(classes=1024))
 
 
 def test_construction_is_bounded(tok, monkeypatch):
@@ -341,15 +421,12 @@ def test_rows_in_which_nothing_may_follow_have_no_ranges(tok):
 @pytest.mark.slow
 def test_padding_is_invisible(tok):
     automaton = automaton_of(PATTERNS[0], tok)
-    assert len(automaton.low) - automaton.width > automaton.needs.transitions
-    large = automaton_of("[a-z]{300}", tok)
-    larger = TokenAutomaton.stack([automaton, large])
-    assert len(larger.part) > 256
+    assert automaton.capacity[:2] == (256, 512) != automaton.needs[:2]
+    larger = TokenAutomaton.stack([automaton], capacity=Capacity(1000, 3000, 1000, 3))
     eos, every = marks(len(tok), 2), jnp.arange(automaton.states, dtype=jnp.int32)
     np.testing.assert_array_equal(automaton.allowed(every, eos), larger.allowed(every, eos))
     np.testing.assert_array_equal(automaton.exhausted(every), larger.exhausted(every))
-    again = TokenAutomaton.stack([automaton])
-    assert jax.tree.map(np.shape, again.replace(start=automaton.start)) == jax.tree.map(np.shape, automaton)
+    assert TokenAutomaton.stack([automaton]).capacity == automaton.capacity
 
 
 def test_a_new_grammar_of_the_same_size_compiles_nothing(tok):

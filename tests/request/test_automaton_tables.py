@@ -94,9 +94,8 @@ def test_a_grammar_without_transitions_takes_no_space_of_others():
 def test_a_stack_may_enter():
     """A stack has one initial state per prompt, so that of one automaton has shape [1]."""
     table, letters, digits = table_of(40), grammar("[a-c]{1,8}"), grammar("[0-9]{2,4}")
-    both = TokenAutomaton.stack([letters, digits])
-    second = dataclasses.replace(both, start=both.start[1:])
-    for name, automaton in (("one", TokenAutomaton.stack([letters])), ("two", second)):
+    both, start = TokenAutomaton.stack([letters], capacity=Capacity(64, 64, 64, 2)).add(digits)
+    for name, automaton in (("one", TokenAutomaton.stack([letters])), ("two", dataclasses.replace(both, start=start))):
         table.fits(automaton)
         state = table.enter(name, automaton)
         assert state is not None

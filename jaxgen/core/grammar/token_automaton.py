@@ -7,7 +7,7 @@ their sizes are rounded up to powers of two, so a different grammar of similar s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.struct
@@ -85,6 +85,7 @@ class TokenAutomaton:
         spans, span_low, span_high: the ranges of classes that are allowed in each state, as in `TokenTable`.
         start: the initial state, or one initial state per prompt (see `stack`).
         width: the maximum number of transitions in a state.
+        kinds: the number of classes for which the table has space.
     """
 
     classes: jax.Array  # uint16[automata, V]
@@ -104,6 +105,7 @@ class TokenAutomaton:
     span_high: jax.Array  # uint16[transitions]
     start: jax.Array  # int32[] or int32[B]
     width: int = flax.struct.field(pytree_node=False)
+    kinds: int = flax.struct.field(pytree_node=False)
 
     __repr__ = short_repr
 
@@ -203,7 +205,8 @@ class TokenAutomaton:
         """Return the automaton for a table on the host. `free` is as in the attributes."""
         states, row = len(table.first), int(table.count.max(initial=0))
         needed = Capacity(states, max(len(table.low), 1), int(table.classes.max()) + 1, 1)
-        result = cls._space(needed, row, len(table.classes))
+        capacity = Capacity(*map(power_of_two, needed, _LEAST))
+        result = cls.empty(capacity, len(table.classes), power_of_two(max(row, 1), _WIDTH))
         result.classes[0] = table.classes
         for name in (*OF_STATE, *OF_TRANSITION):
             if name != "part":
@@ -212,15 +215,9 @@ class TokenAutomaton:
         return jax.device_put(dataclasses.replace(result, start=table.start))
 
     @classmethod
-    def _space(cls, needed: Capacity, row: int, vocab_size: int) -> TokenAutomaton:
-        """Return a table with space for the given numbers, rounded up, and for `row` transitions in a state."""
-        capacity = Capacity(*map(power_of_two, needed, _LEAST))
-        return cls.empty(capacity, vocab_size, power_of_two(max(row, 1), _WIDTH))
-
-    @classmethod
     def empty(cls, capacity: Capacity, vocab_size: int, width: int | None = None) -> TokenAutomaton:
-        """Return a table without automata, as numpy arrays; `width` is the capacity's, or another one."""
-        states, transitions, _, automata = capacity
+        """Return a table without automata, as numpy arrays. `width` is as in `join`."""
+        states, transitions, classes, automata = capacity
         width = capacity.width if width is None else width
         of_state = {name: np.zeros(states, np.int32) for name in OF_STATE}
         of_state |= {name: np.zeros(states, bool) for name in ("accepting", "free")}
@@ -230,33 +227,73 @@ class TokenAutomaton:
         of_transition = {name: np.zeros(transitions + width, dtype) for name, dtype in dtypes.items()}
         of_part = {"classes": np.zeros((automata, vocab_size), np.uint16), "base": np.zeros(automata, np.int32)}
         arrays: dict[str, Any] = {**of_state, **of_transition, **of_part}
-        return cls(**arrays, start=np.int32(0), width=width)  # pyright: ignore[reportArgumentType]
+        return cls(**arrays, start=np.int32(0), width=width, kinds=classes)  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
+    def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: Capacity | None = None) -> TokenAutomaton:
         """Join one automaton per prompt into one table, with one `start` state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All automata must have the same vocabulary.
+        `capacity` is the table's size, (states, transitions, token classes, automata); see `Capacity`. It may include
+        space for automata that are added later.
         """
+        if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == len(Capacity._fields)):
+            raise TypeError(f"capacity must be (states, transitions, classes of tokens, automata), got {capacity!r}")
+        return cls._stacked(automata, None if capacity is None else Capacity(*capacity))
+
+    @classmethod
+    def _stacked(
+        cls, automata: Sequence[TokenAutomaton], capacity: Capacity | None, width: int | None = None
+    ) -> TokenAutomaton:
         if not automata:
             raise InputError("there are no automata to stack: pass one per prompt")
         sizes = sorted({automaton.vocab_size for automaton in automata})
         if len(sizes) > 1:
             raise InputError(f"the automata have vocabularies of {sizes} tokens: build all with the same vocab_size")
         parts = {id(automaton): automaton for automaton in automata}
+        offset, total = {}, 0
+        for key, automaton in parts.items():
+            offset[key], total = total, total + automaton.states
+        joint = cls.join({offset[key]: automaton for key, automaton in parts.items()}, capacity, width)
+        start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
+        return dataclasses.replace(joint, start=jnp.asarray(start, jnp.int32))
+
+    @classmethod
+    def join(
+        cls, parts: Mapping[int, TokenAutomaton], capacity: Capacity | None = None, width: int | None = None
+    ) -> TokenAutomaton:
+        """Join automata with the same vocabulary into one table; the keys of `parts` are the automata's first states.
+
+        Unused states have no transitions. `start` comes from the first automaton. `capacity` is as in `stack`, and
+        `width` is the table's `width` if it is not that of the capacity.
+        """
         needs = [automaton.needs for automaton in parts.values()]
-        states, transitions, classes, count = zip(*needs, strict=True)
         row = max(automaton.longest_row for automaton in parts.values())
-        joint = cls._space(Capacity(sum(states), sum(transitions), max(classes), sum(count)), row, sizes[0])
-        first, state, transition, part = {}, 0, 0, 0
-        for (key, automaton), need in zip(parts.items(), needs, strict=True):
-            arrays = automaton.moved(state, transition, part)
-            for names, at in ((OF_STATE, state), (OF_TRANSITION, transition), (OF_PART, part)):
+        needed = Capacity(
+            max(first + need.states for first, need in zip(parts, needs, strict=True)),
+            sum(need.transitions for need in needs),
+            max(need.classes for need in needs),
+            sum(need.automata for need in needs),
+        )
+        if capacity is None:
+            capacity, width = Capacity(*map(power_of_two, needed, _LEAST)), power_of_two(max(row, 1), _WIDTH)
+        width = capacity.width if width is None else width
+        if any(need > space for need, space in zip(needed, capacity, strict=True)) or row > width:
+            raise InputError(
+                f"the automata need {needed.states} states, {needed.transitions} transitions, {needed.classes} classes "
+                f"of tokens, {needed.automata} automata and {row} transitions in a state, but the table's capacity is "
+                f"{', '.join(map(str, capacity))} and {width}: stack with a larger capacity, or add fewer"
+            )
+        joint = cls.empty(capacity, next(iter(parts.values())).vocab_size, width)
+        transition, part = 0, 0
+        for (first, automaton), need in zip(parts.items(), needs, strict=True):
+            arrays = automaton.moved(first, transition, part)
+            for names, at in ((OF_STATE, first), (OF_TRANSITION, transition), (OF_PART, part)):
                 for name in names:
                     getattr(joint, name)[at : at + len(arrays[name])] = arrays[name]
-            first[key], state = state, state + need.states
             transition, part = transition + need.transitions, part + need.automata
-        start = np.concatenate([np.atleast_1d(automaton.start) + first[id(automaton)] for automaton in automata])
+        first = min(parts)
+        start = np.asarray(parts[first].start) + first
         return jax.device_put(dataclasses.replace(joint, start=start.astype(np.int32)))
 
     def moved(self, state: int, transition: int, part: int) -> dict[str, np.ndarray]:
@@ -292,6 +329,24 @@ class TokenAutomaton:
         automata = int(np.max(np.asarray(self.part)[:states])) + 1
         classes = int(np.max(np.asarray(self.classes)[:automata])) + 1
         return Capacity(states, int(np.max(first + count)), classes, automata)
+
+    def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
+        """Add an automaton; return the new table, and the automaton's `start` in the table.
+
+        All states keep their indices, and all arrays keep their shapes, so unfinished rows continue as before, in
+        the same program. The table's `start` is unchanged. Adding the same automaton again uses more states.
+
+        Raises:
+            InputError: the vocabularies differ, or the capacity is too small.
+        """
+        joint = self._stacked([self, automaton], self.capacity, self.width)
+        start = np.asarray(joint.start)[self.start.size :].reshape(automaton.start.shape)
+        return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
+
+    @property
+    def capacity(self) -> Capacity:
+        """The table's size, including unused entries."""
+        return Capacity(len(self.part), len(self.low) - self.width, self.kinds, len(self.base))
 
     def begin(self, rows: int) -> jax.Array:
         """Return each row's initial state, int32[rows]; a prompt's initial state is repeated for each of its rows."""
