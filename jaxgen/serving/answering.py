@@ -33,9 +33,9 @@ from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.protocol import Common, StreamOptions
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked
-from jaxgen.serving.response_records import Event, Item
+from jaxgen.serving.response_records import Item
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
-from jaxgen.serving.response_writer import ResponseWriter
+from jaxgen.serving.response_writer import Event, ResponseWriter
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.sizes import Size, Sizes
 from jaxgen.serving.stream import disconnected

@@ -47,7 +47,6 @@ from jaxgen.serving.requests import Asked, Reader
 from jaxgen.serving.response_input import RENAMED, chat_request, conversation, read_request, references
 from jaxgen.serving.response_records import Deleted, Item
 from jaxgen.serving.response_store import ResponseStore
-from jaxgen.serving.response_stream import ResponseStream
 from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.scored import TokenTexts
 from jaxgen.serving.stream import EventStream
@@ -279,7 +278,7 @@ class Service:
         events = self._answering.response_events(writer, live, items, self._responses)
         if request.stream:
             await self._answering.submit(live)
-            return ResponseStream(writer, events, live, self._limits, self.metrics)
+            return EventStream(events, live, self._limits, self.metrics, writer.fail, b"")
         await self._answering.until_left(http, self._answering.exhaust(events, live), live)
         return writer.response
 

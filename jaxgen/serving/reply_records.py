@@ -76,12 +76,11 @@ class CalledFunction(_Record):
 
 
 class ToolCall(_Record):
-    """A call that the model asks for; `index` is its number, in a stream."""
+    """A call that the model asks for."""
 
     id: str
     function: CalledFunction
     type: Literal["function"]
-    index: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class AssistantMessage(_Record):
@@ -90,15 +89,6 @@ class AssistantMessage(_Record):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-class MessageDelta(_Record):
-    """The addition of a chunk to an answer."""
-
-    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
@@ -117,23 +107,12 @@ class ChatChoice(_Record):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChunkChoice(_Record):
-    """An addition to one of the answers."""
-
-    index: int
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
 class _Head(_Record, kw_only=True):
     id: str
     created: int
     model: str
     system_fingerprint: str
-    left_out: list[str] | msgspec.UnsetType = msgspec.UNSET  # in a stream, in the first chunk of each choice
+    left_out: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(_Head):
@@ -143,15 +122,6 @@ class ChatCompletion(_Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatCompletionChunk(_Head):
-    """A chunk of a streamed answer to a conversation."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -165,12 +135,12 @@ class CompletionLogprobs(_Record):
 
 
 class CompletionChoice(_Record):
-    """A continuation of a prompt, or an addition to it; `finish_reason` is null before its end."""
+    """A continuation of a prompt."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason
     stop_reason: str | None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -178,11 +148,11 @@ class CompletionChoice(_Record):
 
 
 class Completion(_Head):
-    """Continuations of prompts, or a chunk of a stream, whose `usage` is null or absent before its end."""
+    """Continuations of prompts."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: Usage
 
 
 class ModelCard(_Record):
