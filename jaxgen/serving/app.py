@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ from jaxgen.serving.stream import EventStream
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
+# The name in errors of a field that has two names, and the other name
+_COMPLETION_TOKENS = re.compile(r"\bmax_tokens\b"), "max_completion_tokens"
 _TOKEN = 200  # approximate size of a token in an answer of /tokenize
 _COPIES = 5  # number of times that a response of the Responses API, with its events, contains its text
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
@@ -241,7 +244,8 @@ class Service:
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any, int], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = await self._read(http, lambda body: decode(body, kind))
-        with renaming(request.renamed):
+        names = [] if getattr(request, "max_completion_tokens", None) is None else [_COMPLETION_TOKENS]
+        with renaming(names):
             live = await self._begin(http, request, read)
         replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:

@@ -16,7 +16,6 @@ from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatMessage, PastCall
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-_REFUSED = {"audio": "leave it out", "function_call": "use tool_calls", "prefix": "use continue_final_message"}
 _PARTS = ("text", "refusal", "thinking")  # a part's type is also the name of the field with its text
 
 
@@ -32,9 +31,6 @@ def read_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _checked(message: ChatMessage, where: str) -> ChatMessage:
-    for key, advice in _REFUSED.items():
-        if getattr(message, key):
-            raise InputError(f"{where}.{key} is not supported: {advice}")
     if message.role == "function":
         raise InputError(f'{where}.role is function, which is deprecated: use the role "tool"')
     for key, only in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
@@ -42,9 +38,6 @@ def _checked(message: ChatMessage, where: str) -> ChatMessage:
             raise InputError(f"{where}.{key} needs the role {only}; the role is {shown(message.role)}")
     if message.role == "tool" and message.tool_call_id is None:
         raise InputError(f"{where}.tool_call_id is missing")
-    for number, call in enumerate(message.tool_calls or []):
-        if call.type not in ("function", None):
-            raise InputError(f"{where}.tool_calls[{number}].type must be 'function', got {shown(call.type)}")
     texts = {
         "text": message.content,
         "refusal": message.refusal,

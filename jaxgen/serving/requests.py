@@ -135,8 +135,8 @@ class Reader:
         ids = self.encoder.encode(prompt.text, "messages")
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
-        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        most = None if (most := getattr(request, name)) is None else _whole(name, most, 1)
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        most = None if most is None else _whole("max_tokens", most, 1)
         return self._asked(request, adapter, [ids], most, top, of_prompt, prompt)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.serving.protocol import ChatRequest, Generated, decode
+from jaxgen.serving.protocol import ChatRequest, Generated, decode, explained
 from jaxgen.serving.response_records import (
     AllowedTools,
     ChosenFunction,
@@ -33,42 +33,38 @@ _INSTRUCT = "system", "developer"  # the roles of instructions
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that have the same name and meaning in a request for chat completions.
 _SAME = (*Generated.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
-_REFUSED = {
-    "conversation": "use previous_response_id, or send the items of the conversation",
-    "prompt": "stored prompts are not offered: send instructions and input",
-    "messages": "use input",
-    "max_tokens": "use max_output_tokens",
-    "max_completion_tokens": "use max_output_tokens",
-    "response_format": "use text.format",
-    "reasoning_effort": "use reasoning.effort",
+_TOOLS = "use function: built-in tools are not offered"
+_PARTS = "use input_text or output_text: only text is supported"
+_SUMMARY = "use auto: thoughts are returned whole, not summarized"
+# Advice where a value or a field is refused, by its path.
+_ADVICE = {
+    "background": "use false, because a response is not generated after its request ends",
     "context_management": "shorten the input",
-    "moderation": "leave it out",
-    "n": "a response has one answer: leave it out",
-    "stop": "leave it out, or use /v1/chat/completions",
-    "logprobs": f"include {_LOGPROBS}",
-}
-_ITEMS = "message, function_call, function_call_output, reasoning or item_reference"
-_TOOLS = "function: built-in tools are not offered"
-_PARTS = "input_text or output_text: only text is supported"
-# What is allowed where a value is refused, keyed by the path to the value.
-_ALLOWED = {
-    "input[].type": _ITEMS,
+    "conversation": "use previous_response_id, or send the items of the conversation",
+    "include[]": f"use {' or '.join(get_args(Include))}",
     "input[].content[].type": _PARTS,
     "input[].output[].type": _PARTS,
-    "input[].role": "user, assistant, system or developer",
-    "tools[].type": _TOOLS,
-    "tool_choice": "auto, none, required or a function",
-    "tool_choice.type": _TOOLS,
+    "input[].role": "use user, assistant, system or developer",
+    "input[].type": "use message, function_call, function_call_output, reasoning or item_reference",
+    "logprobs": f"include {_LOGPROBS}",
+    "max_completion_tokens": "use max_output_tokens",
+    "max_tokens": "use max_output_tokens",
+    "messages": "use input",
+    "n": "a response has one answer: leave it out",
+    "prompt": "stored prompts are not offered: send instructions and input",
+    "reasoning.effort": f"use {', '.join(get_args(Effort))}",
+    "reasoning.generate_summary": _SUMMARY,
+    "reasoning.summary": _SUMMARY,
+    "reasoning_effort": "use reasoning.effort",
+    "response_format": "use text.format",
+    "stop": "leave it out, or use /v1/chat/completions",
+    "text.format.type": "use text, json_object or json_schema",
+    "tool_choice": "use auto, none, required or a function",
     "tool_choice.tools[].type": _TOOLS,
-    "text.format.type": "text, json_object or json_schema",
-    "include[]": " or ".join(get_args(Include)),
-    "truncation": "disabled, and shorten the input if it is too long",
-    "background": "false, because a response is not generated after its request ends",
-    "reasoning.effort": ", ".join(get_args(Effort)),
-    "reasoning.summary": "auto: thoughts are returned whole, not summarized",
-    "reasoning.generate_summary": "auto: thoughts are returned whole, not summarized",
+    "tool_choice.type": _TOOLS,
+    "tools[].type": _TOOLS,
+    "truncation": "use disabled, and shorten the input if it is too long",
 }
-_INVALID = re.compile(r"Invalid (?:enum )?value (.*) - at `\$\.?(.*?)`$", re.DOTALL)
 # Names in the errors of requests for chat completions, and what the fields are called here.
 RENAMED = [
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
@@ -80,10 +76,7 @@ RENAMED = [
 
 def read_request(body: bytes) -> ResponseRequest:
     """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
-    fields = decode(body, dict[str, Any])
-    for name in [name for name in fields if name in _REFUSED]:
-        if fields.pop(name) is not None:
-            raise ApiError(400, f"{name} is not supported: {_REFUSED[name]}", name)
+    fields = {name: value for name, value in decode(body, dict[str, Any]).items() if value is not None}
     if isinstance(items := fields.get("input"), list):  # the type of a message may be left out
         fields["input"] = [
             {"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in items
@@ -91,21 +84,12 @@ def read_request(body: bytes) -> ResponseRequest:
     try:
         request = msgspec.convert(fields, ResponseRequest)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
-        request = decode(msgspec.json.encode(fields), ResponseRequest)  # raises the error in OpenAI's format
+        raise explained(error, _ADVICE) from error
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     if request.top_logprobs and _LOGPROBS not in (request.include or ()):
         raise ApiError(400, f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
     return request
-
-
-def _refuse(text: str) -> None:
-    """Raise an `ApiError` that says what is allowed, if it is known for the text of a `ValidationError`."""
-    found = _INVALID.search(text)
-    allowed = found and _ALLOWED.get(re.sub(r"\[\d+\]", "[]", found[2]))
-    if found and allowed:
-        raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
 
 
 def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:

@@ -14,7 +14,7 @@ from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import Limits
-from jaxgen.serving.protocol import AllowedFunctions, ChatRequest, Choice, Function, NamedFunction, NamedTool, Tool
+from jaxgen.serving.protocol import AllowedFunctions, ChosenTools, ChatRequest, Function, NamedFunction, NamedTool, Tool
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_input import chat_request, messages_of, read_request
 from jaxgen.serving.response_records import Item, ResponseRequest
@@ -427,7 +427,7 @@ class TestInput:
         }
         request = read_request(json.dumps({"input": "a", "tools": [WEATHER], **chosen}).encode())
         allowed = AllowedFunctions("auto", [NamedTool(NamedFunction("f"))])
-        assert chat_request(request, []).tool_choice == Choice("allowed_tools", allowed_tools=allowed)
+        assert chat_request(request, []).tool_choice == ChosenTools(allowed)
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
