@@ -94,7 +94,7 @@ class Tools:
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
         """
-        return form.grammar(self._parameters, 1 if form.is_single else self.most_calls, left_out)
+        return form.grammar(self._parameters, self.most_calls, left_out)
 
     def parser(self, form: Format) -> CallParser:
         """Return a parser for the calls in an answer."""

@@ -24,6 +24,8 @@ class Format(abc.ABC):
         bare: characters with which a call may also begin if only calls come before it.
         marks: tags that may be special tokens of the tokenizer. They are part of the text that the parser reads.
         is_single: True if the model writes only one call in an answer.
+        before, between, after: the text of a call: before the name, between the name and the arguments, and after them.
+        separator: the text between two calls.
         shows: the texts that a chat template has if the model uses this format.
     """
 
@@ -32,25 +34,33 @@ class Format(abc.ABC):
     bare: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
     is_single: ClassVar[bool] = False
+    before: ClassVar[str] = ""
+    between: ClassVar[str | Grammar] = ""
+    after: ClassVar[str] = ""
+    separator: ClassVar[str] = ""
     shows: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read the calls after one opening, which is read too; a call of another function is `Unknown`."""
 
-    @abc.abstractmethod
     def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of one to `most` calls (None for no limit).
+        """Return the grammar of one to `most` calls (None for no limit), or of one call if `is_single` is True.
 
         What cannot be enforced is left out and added to the list `left_out`, if there is one.
 
         Raises:
             InputError: a schema is not supported.
         """
+        calls = Grammar.choice(
+            Grammar.sequence(name, self.between, grammar) for name, grammar in arguments(functions, left_out).items()
+        )
+        return (self.before + calls + self.after).repeat(1, 1 if self.is_single else most, self.separator)
 
-    @abc.abstractmethod
     def write(self, calls: Sequence[Call]) -> str:
         """Return the text of calls, as the model writes them."""
+        texts = (f"{self.before}{call.name}{self.between}{call.arguments}{self.after}" for call in calls)
+        return self.separator.join(texts)
 
     def call_id(self) -> str:
         """Return a new id for a call."""
