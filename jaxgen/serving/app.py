@@ -179,7 +179,7 @@ class Service:
 
         async def handle(request: Request) -> Any:
             group = self._group(request)
-            account = self._in_flight.account(group)
+            account = Account(self._in_flight, group)
             request.state.arrival = Arrival(time.monotonic(), self._limits.seconds, group, account)
             try:
                 self._check_key(request)

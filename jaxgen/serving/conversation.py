@@ -206,16 +206,6 @@ def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             of_call.setdefault(result.tool_call_id, []).append(result)
         for number, call in enumerate(calls):
             first = message if number == 0 else ChatMessage(role=message.role)
-            yield _replaced(first, [call])
+            yield msgspec.structs.replace(first, tool_calls=[call])
             yield from of_call.pop(call.id, ())
         yield from (result for result in results if result.tool_call_id in of_call)
-
-
-def _replaced(message: ChatMessage, calls: list[PastCall]) -> ChatMessage:
-    return ChatMessage(
-        role=message.role,
-        content=message.content,
-        name=message.name,
-        reasoning_content=message.reasoning_content,
-        tool_calls=calls,
-    )

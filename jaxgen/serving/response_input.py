@@ -5,19 +5,32 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.serving.protocol import ChatRequest, Generated, decode, explained
+from jaxgen.serving.protocol import (
+    AllowedFunctions,
+    ChatMessage,
+    ChatRequest,
+    ChosenTools,
+    Function,
+    Generated,
+    NamedFunction,
+    NamedSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    decode,
+    explained,
+)
 from jaxgen.serving.response_records import (
     AllowedTools,
     ChosenFunction,
     Effort,
     FunctionCall,
     FunctionCallOutput,
-    FunctionTool,
     Include,
     Item,
     ItemReference,
@@ -95,22 +108,23 @@ def read_request(body: bytes) -> ResponseRequest:
 def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
     """Return the request for chat completions that has the same answer; `items` are the whole conversation."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    fields["messages"] = messages_of(items, request.instructions)
+    fields["messages"] = msgspec.convert(messages_of(items, request.instructions), list[ChatMessage])
     fields["max_completion_tokens"] = request.max_output_tokens
     if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
     if _LOGPROBS in (request.include or ()):
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.tools:
-        fields |= {"tools": list(map(_tool, request.tools)), "tool_choice": _choice(request.tool_choice)}
+        fields["tools"] = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in request.tools]
+        fields["tool_choice"] = _choice(request.tool_choice)
     elif request.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice requires a call, but the request has no tools", "tool_choice")
     match request.text and request.text.format:
         case JsonFormat():
-            fields["response_format"] = {"type": "json_object"}
+            fields["response_format"] = ResponseFormat("json_object")
         case SchemaFormat(schema=schema):
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+            fields["response_format"] = ResponseFormat("json_schema", NamedSchema(schema))
+    return ChatRequest(**fields)
 
 
 def conversation(request: ResponseRequest, previous: bytes | None, stored: Mapping[str, bytes]) -> list[Item]:
@@ -140,17 +154,12 @@ def _items(encoded: bytes) -> list[Item]:
     return msgspec.json.decode(encoded, type=list[Item])
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def _choice(choice: str | ChosenFunction | AllowedTools | None) -> Any:
+def _choice(choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedTools | None) -> Any:
     match choice:
         case ChosenFunction(name=name):
-            return {"type": "function", "function": {"name": name}}
+            return NamedTool(NamedFunction(name))
         case AllowedTools(mode=mode, tools=tools):
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_choice, tools))}}
+            return ChosenTools(AllowedFunctions(mode, [NamedTool(NamedFunction(tool.name)) for tool in tools]))
     return choice
 
 

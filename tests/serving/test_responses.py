@@ -14,7 +14,7 @@ from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import Limits
-from jaxgen.serving.protocol import AllowedFunctions, ChosenTools, ChatRequest, Function, NamedFunction, NamedTool, Tool
+from jaxgen.serving.protocol import AllowedFunctions, ChatRequest, ChosenTools, Function, NamedFunction, NamedTool, Tool
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_input import chat_request, messages_of, read_request
 from jaxgen.serving.response_records import Item, ResponseRequest
