@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.errors import ConfigError
 from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.scored import TokenTexts
 
 _BYTES = 128  # assumed to be the length of the longest token if it is shorter, because some tokenizers drop characters
 
@@ -24,10 +24,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, width: int):
         self.tokenizer, self._width = tokenizer, width
-        try:
-            longest = max((len(token) for token in tokenizer.token_bytes() if token is not None), default=0)
-        except ConfigError:  # the text is not the concatenation of the tokens' texts
-            longest = max(len(token.encode()) for token in tokenizer.backend.get_vocab())
+        texts = TokenTexts(tokenizer)
+        longest = max(len(texts.bytes(token)) for token in range(tokenizer.backend.get_vocab_size()))
         self._longest = max(longest, _BYTES)
         self.most_bytes = width * self._longest
 

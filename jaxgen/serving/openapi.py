@@ -10,8 +10,6 @@ import msgspec
 from jaxgen.serving.embeddings import EmbeddingList, EmbeddingRequest
 from jaxgen.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxgen.serving.reply_records import (
-    ChatCompletion,
-    Completion,
     DetokenizedText,
     ErrorBody,
     ModelCard,
@@ -23,13 +21,15 @@ from jaxgen.serving.reply_records import (
 from jaxgen.serving.response_records import Deleted, ResponseBody, ResponseRequest
 from jaxgen.version import __version__
 
+_JSON = "application/json"
+
 
 class _Operation(NamedTuple):
     """An operation.
 
     Attributes:
         path, method, summary: OpenAPI's fields.
-        answer: the record of the answer, or the media type of an answer that is not JSON; None if it has no body.
+        answer: the record of the answer, or its media type; None if it has no body.
         body: the record of the request's body, or None.
         is_open: True if no key is needed.
     """
@@ -43,8 +43,8 @@ class _Operation(NamedTuple):
 
 
 _OPERATIONS = (
-    _Operation("/v1/chat/completions", "post", "Answer a conversation", ChatCompletion, ChatRequest),
-    _Operation("/v1/completions", "post", "Continue texts", Completion, CompletionRequest),
+    _Operation("/v1/chat/completions", "post", "Answer a conversation, as OpenAI does", _JSON, ChatRequest),
+    _Operation("/v1/completions", "post", "Continue texts, as OpenAI does", _JSON, CompletionRequest),
     _Operation("/v1/responses", "post", "Create a response", ResponseBody, ResponseRequest),
     _Operation("/v1/responses/{name}", "get", "Read a stored response", ResponseBody),
     _Operation("/v1/responses/{name}", "delete", "Delete a stored response", Deleted),
@@ -56,7 +56,7 @@ _OPERATIONS = (
     _Operation("/tokenizer_info", "get", "Describe the tokenizer", TokenizerInfo),
     _Operation("/version", "get", "Return the version", Version, is_open=True),
     _Operation("/metrics", "get", "Return metrics for Prometheus", "text/plain", is_open=True),
-    _Operation("/openapi.json", "get", "Return this document", "application/json", is_open=True),
+    _Operation("/openapi.json", "get", "Return this document", _JSON, is_open=True),
     _Operation("/", "get", "Return the chat page", "text/html", is_open=True),
     *(
         _Operation(path, "get", "Say whether the service accepts requests", None, is_open=True)
@@ -99,7 +99,7 @@ def _described(operation: _Operation, needs_key: bool) -> dict[str, Any]:
         described["requestBody"] = {"required": True, "content": _json(operation.body)}
     answer: dict[str, Any] = {"description": "Success."}
     if isinstance(operation.answer, str):
-        schema = {"type": "object" if operation.answer == "application/json" else "string"}
+        schema = {"type": "object" if operation.answer == _JSON else "string"}
         answer["content"] = {operation.answer: {"schema": schema}}
     elif operation.answer is not None:
         answer["content"] = _json(operation.answer)
@@ -116,7 +116,7 @@ def _described(operation: _Operation, needs_key: bool) -> dict[str, Any]:
 
 def _json(record: type[Any]) -> dict[str, Any]:
     """Return the description of a JSON body with the fields of a record."""
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{record.__name__}"}}}
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{record.__name__}"}}}
 
 
 def _relax_types(components: dict[str, Any]) -> None:

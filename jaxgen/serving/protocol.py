@@ -36,6 +36,7 @@ _ADVICE = {
     "modalities[]": _TEXT,
     "prediction": "leave it out",
     "priority": "requests are answered in the order in which they arrive",
+    "response_format.type": "use text, json_object or json_schema",
     "spaces_between_special_tokens": "tokens are decoded as the tokenizer says",
     "suffix": "text is only generated after the prompt",
     "tool_choice": "use auto, none, required, or an object with the type function or allowed_tools",
@@ -144,11 +145,18 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of the answer."""
+class PlainFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text of any form."""
 
-    type: str
-    json_schema: NamedSchema | None = None
+
+class JsonFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class NamedFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    json_schema: NamedSchema
 
 
 class Part(msgspec.Struct):
@@ -240,7 +248,7 @@ class ChatRequest(Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    response_format: PlainFormat | JsonFormat | NamedFormat | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     tools: list[Tool] | None = None
@@ -273,7 +281,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 Body = TypeVar("Body")

@@ -29,7 +29,15 @@ from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.grammars import CompiledGrammar, Wanted
 from jaxgen.serving.http_errors import ApiError, about
-from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
+from jaxgen.serving.protocol import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    JsonFormat,
+    NamedFormat,
+    Structured,
+    TokenizeRequest,
+)
 from jaxgen.serving.rendering import Rendered, Renderer
 from jaxgen.serving.tools import Tools
 
@@ -320,23 +328,12 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 def _response_format(request: Common) -> Structured | None:
     """Return the constraint in a chat request's `response_format`, or None."""
-    form = request.response_format if isinstance(request, ChatRequest) else None
-    if form is None:
-        return None
-    kind, schema = form.type, form.json_schema
-    if kind != "json_schema" and schema is not None:
-        raise ApiError(400, 'response_format.json_schema needs the type "json_schema"', "response_format")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Structured(json_object=True)
-    if kind != "json_schema":
-        raise ApiError(
-            400, f"response_format.type must be text, json_object or json_schema, got {shown(kind)}", "response_format"
-        )
-    if schema is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", "response_format")
-    return Structured(json=schema.schema)
+    match getattr(request, "response_format", None):
+        case JsonFormat():
+            return Structured(json_object=True)
+        case NamedFormat(json_schema=named):
+            return Structured(json=named.schema)
+    return None
 
 
 def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:

@@ -17,10 +17,10 @@ from jaxgen.serving.protocol import (
     ChosenTools,
     Function,
     Generated,
+    NamedFormat,
     NamedFunction,
     NamedSchema,
     NamedTool,
-    ResponseFormat,
     Tool,
     decode,
     explained,
@@ -34,7 +34,6 @@ from jaxgen.serving.response_records import (
     Include,
     Item,
     ItemReference,
-    JsonFormat,
     Message,
     ReasoningItem,
     Refusal,
@@ -119,11 +118,8 @@ def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest
         fields["tool_choice"] = _choice(request.tool_choice)
     elif request.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice requires a call, but the request has no tools", "tool_choice")
-    match request.text and request.text.format:
-        case JsonFormat():
-            fields["response_format"] = ResponseFormat("json_object")
-        case SchemaFormat(schema=schema):
-            fields["response_format"] = ResponseFormat("json_schema", NamedSchema(schema))
+    form = None if request.text is None else request.text.format
+    fields["response_format"] = NamedFormat(NamedSchema(form.schema)) if isinstance(form, SchemaFormat) else form
     return ChatRequest(**fields)
 
 

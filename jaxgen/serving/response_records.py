@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from jaxgen.serving.protocol import Generated
+from jaxgen.serving.protocol import Generated, JsonFormat, PlainFormat
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -34,12 +34,9 @@ class TopLogprob(_Record):
     bytes: list[int]
 
 
-class Logprob(_Record):
+class Logprob(TopLogprob):
     """The log-probability of a generated token."""
 
-    token: str
-    logprob: float | None
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -57,32 +54,31 @@ class Refusal(_Open, tag="refusal"):
     refusal: str
 
 
-class Message(_Open, tag="message", omit_defaults=True):
-    """A message. The role `assistant` has output text, and the other roles have input text."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
+class _Item(_Open, omit_defaults=True):
     id: str | None = None
     status: ItemStatus | None = None
 
 
-class FunctionCall(_Open, tag="function_call", omit_defaults=True):
+class Message(_Item, kw_only=True, tag="message"):
+    """A message. The role `assistant` has output text, and the other roles have input text."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | Refusal]
+
+
+class FunctionCall(_Item, kw_only=True, tag="function_call"):
     """A call that the model asked for; `arguments` is the JSON of an object."""
 
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: ItemStatus | None = None
 
 
-class FunctionCallOutput(_Open, tag="function_call_output", omit_defaults=True):
+class FunctionCallOutput(_Item, kw_only=True, tag="function_call_output"):
     """The result of a call."""
 
     call_id: str
     output: str | list[InputText]
-    id: str | None = None
-    status: ItemStatus | None = None
 
 
 class SummaryText(_Open, tag="summary_text"):
@@ -97,14 +93,12 @@ class ReasoningText(_Open, tag="reasoning_text"):
     text: str
 
 
-class ReasoningItem(_Open, tag="reasoning", omit_defaults=True):
+class ReasoningItem(_Item, kw_only=True, tag="reasoning"):
     """Thoughts before an answer. This service returns them in `content`, never encrypted or summarized."""
 
     summary: list[SummaryText]
-    id: str | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    status: ItemStatus | None = None
 
 
 class ItemReference(_Open, tag="item_reference"):
@@ -137,14 +131,6 @@ class AllowedTools(_Record, tag_field="type", tag="allowed_tools"):
 
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction]
-
-
-class PlainFormat(_Record, tag_field="type", tag="text"):
-    """Text of any form."""
-
-
-class JsonFormat(_Record, tag_field="type", tag="json_object"):
-    """A JSON object."""
 
 
 class SchemaFormat(_Record, tag_field="type", tag="json_schema"):

@@ -11,7 +11,7 @@ import jsonschema
 import pydantic
 import pytest
 from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from openapi_spec_validator import validate
 
@@ -22,7 +22,8 @@ from tests.support.service import KEY, running
 ORIGIN = "http://localhost:3000"
 WORDS = [{"role": "user", "content": "Who?"}]
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-KINDS_OF_CHUNKS = {
+BODIES = {"/v1/chat/completions": ChatCompletion, "/v1/completions": Completion}  # described by OpenAI
+CHUNKS = {
     "/v1/chat/completions": pydantic.TypeAdapter(ChatCompletionChunk),
     "/v1/completions": pydantic.TypeAdapter(Completion),
     "/v1/responses": pydantic.TypeAdapter(ResponseStreamEvent),
@@ -72,9 +73,11 @@ def answered(document, http, path, **fields):
         check(whole, schema, answer.text)
         for line in answer.text.splitlines():
             if line.startswith("data: {"):
-                KINDS_OF_CHUNKS[path].validate_python(json.loads(line.removeprefix("data: ")))
+                CHUNKS[path].validate_python(json.loads(line.removeprefix("data: ")))
     elif kind == "application/json":
         check(whole, schema, answer.json())
+        if answer.status_code == 200 and path in BODIES and not fields.get("echo"):  # its first log-probability is null
+            BODIES[path].model_validate(answer.json(), strict=True)
     return answer.status_code
 
 
