@@ -128,8 +128,6 @@ class Answering:
         try:
             return await self.grammars.get(wanted, group)
         except InputError as error:
-            if wanted.field is None:
-                raise
             raise ApiError(400, f"{wanted.field}: {error}", wanted.field) from error
 
     async def submit(self, live: Live) -> None:

@@ -21,13 +21,13 @@ from jaxgen.core.scoring.pooling import Pooling
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.answering import LARGE, Answering
+from jaxgen.serving.api_keys import Keys
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.exchange import Sending, receive_body
 from jaxgen.serving.http_errors import ApiError, about, api_error, renaming
 from jaxgen.serving.in_flight import Account, BytesInFlight
-from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from jaxgen.core.text.tokenizer import Tokenizer
+from jaxgen.errors import shown
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.scored import TokenTexts
 
@@ -44,3 +46,15 @@ class Encoder:
                 f"for each of the {self._width:,} tokens that a prompt may have",
                 field,
             )
+
+
+def texts_of(value: str | list[Any], field: str) -> list[str | list[int]]:
+    """Return the texts in a field, which is a text, a list of ids, or a list of either."""
+    if isinstance(value, str) or (value and all(type(item) is int for item in value)):  # bool is not an id
+        return [value]
+    for index, item in enumerate(value):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise ApiError(400, f"{field}[{index}] must be a text or a list of ids, got {shown(item)}", field)
+    if not value:
+        raise ApiError(400, f"{field} must have at least one text", field)
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, check_whole, shown
 from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
-from jaxgen.serving.encoding import Encoder
+from jaxgen.serving.encoding import Encoder, texts_of
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
 from jaxgen.serving.grammars import CompiledGrammar, Wanted
@@ -44,6 +45,7 @@ from jaxgen.serving.tools import Tools
 _MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API
 _LONGEST_ID = 256  # maximum number of characters in a request's id
+_PLAIN = Rendered("", None, Hermes(), None, False)  # for a completion, whose answer is only text
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -71,7 +73,7 @@ class Asked:
     prompt_logprobs: int | None
     answer: Callable[[], Answer]
     budget: int
-    call_id: Callable[[], str] = Hermes().call_id
+    call_id: Callable[[], str] = _PLAIN.form.call_id
     wanted: Wanted | None = None
     left_out: Sequence[str] = ()
 
@@ -112,7 +114,7 @@ class Reader:
 
     def completion(self, request: CompletionRequest, adapter: int = -1) -> Asked:
         """Read a request for completions from the adapter with this number, or from the model itself (-1)."""
-        given = _prompts(request.prompt)
+        given = texts_of(request.prompt, "prompt")
         if len(given) > (most := self._most_prompts):
             raise ApiError(400, f"prompt has {len(given)} prompts, but at most {most} are accepted", "prompt")
         rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
@@ -123,7 +125,7 @@ class Reader:
             of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
         if most == 0 and not request.echo and request.prompt_logprobs is None:
             raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
-        asked = self._asked(request, adapter, rows, most, shown_logprobs, of_prompts, None)
+        asked = self._asked(request, adapter, rows, most, shown_logprobs, of_prompts, _PLAIN)
         if not request.echo:
             return asked
         pairs = zip(asked.prompts, given, strict=True)
@@ -161,7 +163,7 @@ class Reader:
         most: int | None,
         logprobs: int | None,
         of_prompts: int | None,
-        prompt: Rendered | None,
+        prompt: Rendered,
     ) -> Asked:
         """Read the fields shared by requests for completions and for chat completions."""
         if (name := request.request_id) is not None and not (name.isprintable() and len(name) <= _LONGEST_ID):
@@ -176,7 +178,7 @@ class Reader:
         if request.truncate_prompt_tokens is not None:
             kept = _whole("truncate_prompt_tokens", request.truncate_prompt_tokens)
             rows = [row[-kept:] for row in rows]
-        where = "prompt" if prompt is None else "messages"
+        where = "messages" if isinstance(request, ChatRequest) else "prompt"
         with about(where):
             budgets = [self._lengths.budget(len(row), most) for row in rows]
         options = self._options(request, max(budgets))
@@ -201,17 +203,13 @@ class Reader:
         skips, keeps = request.skip_special_tokens, request.include_stop_str_in_output
 
         def answer() -> Answer:
-            kept = () if prompt is None else prompt.marks
-            stream = TextStream(self.tokenizer, skip_special_tokens=skips, kept=kept)
+            stream = TextStream(self.tokenizer, skip_special_tokens=skips, kept=prompt.marks)
             cut = StopCut(options.get("stop_strings", ()), keeps)
-            if prompt is None:
-                return Answer(stream, cut, None, None, False)
-            return Answer(
-                stream, cut, prompt.thoughts(), prompt.calls(), prompt.tools is not None and prompt.tools.named
-            )
+            is_forced = prompt.tools is not None and prompt.tools.named
+            return Answer(stream, cut, prompt.thoughts(), prompt.calls(), is_forced)
 
-        asked = Asked(prompts, None, options.get("n", 1), logprobs, of_prompts, answer, max(budgets), wanted=wanted)
-        return asked if prompt is None else dataclasses.replace(asked, call_id=prompt.form.call_id)
+        call_id = prompt.form.call_id
+        return Asked(prompts, None, options.get("n", 1), logprobs, of_prompts, answer, max(budgets), call_id, wanted)
 
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
         return self.encoder.encode(prompt, "prompt", adds_special) if isinstance(prompt, str) else prompt
@@ -247,7 +245,7 @@ class Reader:
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _wanted(self, request: Common, prompt: Rendered | None) -> Wanted | None:
+    def _wanted(self, request: Common, prompt: Rendered) -> Wanted | None:
         """Return the grammar that an answer must follow, or None."""
         left_out = [] if request.unsupported == "warn" else None
         given = {"structured_outputs": request.structured_outputs}
@@ -256,25 +254,22 @@ class Reader:
                 given[f"guided_{kind}"] = Structured(**{kind: value})
         given["response_format"] = _response_format(request)
         given = {name: structure for name, structure in given.items() if structure is not None}
-        if prompt is not None and prompt.tools is not None and prompt.tools.forced:
+        if prompt.tools is not None and prompt.tools.forced:
             if given:
                 text = f"{min(given)} cannot be combined with a tool_choice that requires a tool call"
                 raise ApiError(400, text, min(given))
             tools, form = prompt.tools, prompt.form
             key = (type(form).__name__, tools.key)
             name = "the grammar of the tool calls"
-            wanted = self._compiled(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
-            return dataclasses.replace(wanted, field="tools")
+            return self._compiled("tools", key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
         if len(given) > 1:
             raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them", min(given))
         if not given:
             return None
         [(name, structure)] = given.items()
-        return dataclasses.replace(self._structured(name, structure, prompt, left_out), field=name)
+        return self._structured(name, structure, prompt, left_out)
 
-    def _structured(
-        self, name: str, structure: Structured, prompt: Rendered | None, left_out: list[str] | None
-    ) -> Wanted:
+    def _structured(self, name: str, structure: Structured, prompt: Rendered, left_out: list[str] | None) -> Wanted:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
@@ -286,24 +281,26 @@ class Reader:
                 raise ApiError(400, f"{where} must have texts, and none may be empty", where)
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._compiled((kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)
+            return self._compiled(name, (kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
-        return self._compiled(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
+        grammar = functools.partial(schema_of, schema, "the schema", left_out)
+        return self._compiled(name, key, "the schema", grammar, prompt, left_out)
 
     def _compiled(
         self,
+        field: str,
         key: Any,
         name: str,
         read: Callable[[], Grammar],
-        prompt: Rendered | None,
+        prompt: Rendered,
         left_out: list[str] | None,
     ) -> Wanted:
-        """Return the grammar that `read` reads; the thought of an answer to `prompt` may come before its text.
+        """Return the grammar in a field, which `read` reads; the thought of an answer to `prompt` may come first.
 
         `read` adds what cannot be enforced to `left_out`, if this is a list.
         """
-        before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
+        before, marks = prompt.before, prompt.marks
         tokenizer = self._tokenizers.setdefault(marks, Spelled(self.tokenizer, marks)) if marks else self.tokenizer
 
         def build() -> CompiledGrammar:
@@ -311,19 +308,7 @@ class Reader:
             automaton = TokenAutomaton.from_expression(grammar, tokenizer, name=name, vocab_size=vocab)
             return CompiledGrammar(automaton, left_out or ())
 
-        return Wanted((key, None if prompt is None else prompt.key, left_out is None), build)
-
-
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts in the field `prompt`, which is a string, a list of ids, or a list of either."""
-    if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):  # bool is not an id
-        return [prompt]
-    for place, item in enumerate(prompt):
-        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
-            raise ApiError(400, f"prompt[{place}] must be a text or a list of ids, got {shown(item)}", "prompt")
-    if not prompt:
-        raise ApiError(400, "prompt must have at least one prompt", "prompt")
-    return prompt
+        return Wanted((key, prompt.key, left_out is None), build, field)
 
 
 def _response_format(request: Common) -> Structured | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.serving.free_text import free_text
+from jaxgen.serving.formats.format import free_text
 
 
 class Tags(NamedTuple):

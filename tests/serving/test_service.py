@@ -367,7 +367,7 @@ def test_numbers_at_their_bounds(http):
         ({"guided_choice": [""]}, "guided_choice must have texts"),
         ({"structured_outputs": {"regex": "(a{30}){3000}"}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar is not supported"),
-        ({"prompt": []}, "at least one prompt"),
+        ({"prompt": []}, "at least one text"),
         ({"prompt": [1, "a"]}, "prompt[0] must be a text or a list of ids"),
         ({"prompt": [[]]}, "the prompt has no tokens"),
         ({"prompt": ["A", ""]}, "the prompt has no tokens"),

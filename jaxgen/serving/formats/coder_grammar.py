@@ -10,8 +10,7 @@ from urllib.parse import unquote
 from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.core.text.json_file import types_of
 from jaxgen.errors import InputError, shown
-from jaxgen.serving.formats.format import schema_of
-from jaxgen.serving.free_text import free_text
+from jaxgen.serving.formats.format import free_text, schema_of
 
 _DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
 ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value

@@ -102,6 +102,18 @@ def schema_of(schema: Any, name: str, left_out: list[str] | None, any_order: boo
     return Grammar.json_schema(schema, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order)
 
 
+def free_text(*ends: str) -> Grammar:
+    """Return the grammar of any text that contains none of `ends`; it may end with a part of one of them.
+
+    All `ends` begin with the same character, which occurs only once in each.
+    """
+    first, begun = ends[0][0], dict.fromkeys(end[:length] for end in ends for length in range(1, len(end)))
+    following = {text: "".join(end[len(text)] for end in ends if end.startswith(text)) for text in begun}
+    apart = [text + Grammar.any_character(but=first + following[text]) for text in begun]
+    beginnings = Grammar.choice(begun).repeat()
+    return Grammar.choice([Grammar.any_character(but=first), beginnings + Grammar.choice(apart)]).repeat() + beginnings
+
+
 class CallParser:
     r"""Parser for generated text that arrives in pieces. The result does not depend on how the text is split.
 
