@@ -154,12 +154,12 @@ class Service:
         middleware = [doors, Middleware(PlainPaths)]
         if self._origins:
             # The headers are not limited, because OpenAI's clients send their own.
-            own: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "allow_origins": self._origins,
                 "allow_headers": ["*"],
                 "allow_methods": ["GET", "POST", "DELETE"],
             }
-            cors = Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"])
+            cors = Middleware(CORSMiddleware, **options, expose_headers=["retry-after", "x-should-retry"])
             middleware.insert(0, cors)
         handlers: Any = {HTTPException: self._not_found}
         return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers=handlers)

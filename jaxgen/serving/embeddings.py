@@ -109,12 +109,12 @@ class Embedder:
         if size > full:
             raise ApiError(400, f"dimensions must be from 1 to {full}, got {size}", "dimensions")
 
-    def answer_bytes(self, request: EmbeddingRequest, texts: int, most: int) -> int:
-        """Return the size of an answer in bytes, or raise an `ApiError` if it is larger than `most`."""
+    def answer_bytes(self, request: EmbeddingRequest, texts: int, limit: int) -> int:
+        """Return the size of an answer in bytes, or raise an `ApiError` if it is larger than `limit`."""
         size = texts * (request.dimensions or self._cfg.model.hidden_size)
         size *= _BASE64 if request.encoding_format == "base64" else _FLOAT
-        if size > most:
-            text = f"the answer could have {size:,} bytes, but at most {most:,} are accepted: send fewer texts"
+        if size > limit:
+            text = f"the answer could have {size:,} bytes, but at most {limit:,} are accepted: send fewer texts"
             raise ApiError(400, f'{text}, or set encoding_format to "base64"', "input")
         return 2 * size
 

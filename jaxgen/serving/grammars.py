@@ -33,7 +33,7 @@ class CompiledGrammar(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class GrammarSource:
     """The grammar that a request needs.
 
     Attributes:
@@ -106,19 +106,19 @@ class Grammars:
         """The number of grammars that are being compiled or wait."""
         return len(self._jobs)
 
-    async def get(self, wanted: Wanted, group: Hashable = None) -> CompiledGrammar:
+    async def get(self, source: GrammarSource, group: Hashable = None) -> CompiledGrammar:
         """Return a grammar. Compile it if it is not in the cache.
 
         Raises:
             QueueFull: too many grammars are waiting.
             InputError: the grammar cannot be compiled or used, or compiling it takes too long.
         """
-        key = hashlib.sha256(repr(wanted.key).encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(repr(source.key).encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key][0]
-            job = self._jobs.get(key) or self._add(_Job(key, wanted.build, group))
+            job = self._jobs.get(key) or self._add(_Job(key, source.build, group))
             job.waiters += 1
         try:
             outcome = await asyncio.shield(asyncio.wrap_future(job.future))

@@ -66,7 +66,7 @@ class Replies:
         choices: Sequence[tuple[Answer, Delta]],
         usage: dict[str, Any],
         of_prompts: Sequence[Scored] | None,
-        most: int,
+        limit: int,
     ) -> dict[str, Any]:
         """Return a body with all choices, in the order of the prompts.
 
@@ -76,7 +76,7 @@ class Replies:
             choices: the answers.
             usage: the token counts.
             of_prompts: the prompts' scored tokens, or None.
-            most: the maximum number of bytes in all choices.
+            limit: the maximum number of bytes in all choices.
         """
         body = self._head("chat.completion", True)
         encoded, size = [], 0
@@ -85,8 +85,8 @@ class Replies:
             choice = self._choice(index, answer, delta, True, of_prompt, is_whole=True)
             encoded.append(msgspec.Raw(msgspec.json.encode(choice)))
             size += len(encoded[-1])
-            if size > most:
-                raise ApiError(400, f"the answer has more than {most:,} bytes: {SHORTER}")
+            if size > limit:
+                raise ApiError(400, f"the answer has more than {limit:,} bytes: {SHORTER}")
         body["choices"] = encoded
         body["usage"] = usage
         if self._is_chat and of_prompts is not None and self.request.prompt_logprobs is not None:
@@ -182,13 +182,13 @@ class Replies:
     def _of_prompt(self, scored: Scored) -> list[dict[str, Any] | None]:
         """Return `prompt_logprobs` in vLLM's format, keyed by token id; unknown ranks are None."""
         entries: list[dict[str, Any] | None] = []
-        most = self.request.prompt_logprobs or 0
+        count = self.request.prompt_logprobs or 0
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
             if logprob is None:
                 entries.append(None)
                 continue
             ranks = {other: rank for rank, (other, _) in enumerate(likely, 1)}
-            pairs = {**dict(likely[:most]), token: logprob}
+            pairs = {**dict(likely[:count]), token: logprob}
             entries.append(
                 {
                     str(other): {"logprob": value, "rank": ranks.get(other), "decoded_token": self.texts.text(other)}

@@ -135,15 +135,15 @@ def conversation(request: ResponseRequest, previous: bytes | None, stored: Mappi
     if isinstance(request.input, str):
         return [*items, Message(role="user", content=request.input)]
     found: dict[str | None, Item] = {}
-    for own in dict.fromkeys(stored.values()):
-        found |= {item.id: item for item in _items(own) if item.id and stored.get(item.id) == own}
+    for encoded in dict.fromkeys(stored.values()):
+        found |= {item.id: item for item in _items(encoded) if item.id and stored.get(item.id) == encoded}
     return [*items, *(found[item.id] if isinstance(item, ItemReference) else item for item in request.input)]
 
 
 def references(request: ResponseRequest) -> set[str]:
     """Return the ids of stored items to which a request refers."""
-    given = () if isinstance(request.input, str) else request.input
-    return {item.id for item in given if isinstance(item, ItemReference)}
+    items = () if isinstance(request.input, str) else request.input
+    return {item.id for item in items if isinstance(item, ItemReference)}
 
 
 def _items(encoded: bytes) -> list[Item]:
@@ -165,9 +165,9 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
     The time is linear in the size of the conversation, so texts are joined only at the end.
     """
     leading = list(itertools.takewhile(lambda item: isinstance(item, Message) and item.role in _INSTRUCT, items))
-    own = [instructions] if instructions else []
-    own += [_text(item.content) for item in leading if isinstance(item, Message)]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(own)}] if own else []
+    texts = [instructions] if instructions else []
+    texts += [_text(item.content) for item in leading if isinstance(item, Message)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     for item in items[len(leading) :]:
         last = messages[-1] if messages else {"role": ""}
         match item:

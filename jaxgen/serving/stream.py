@@ -78,8 +78,8 @@ class EventStream(StreamingResponse):
                 if group:
                     data = b"".join(map(_encoded, group))
                     sent += len(data)
-                    if sent > self._live.size.most:
-                        raise ApiError(400, f"the answer has more than {self._live.size.most:,} bytes: {SHORTER}")
+                    if sent > self._live.size.limit:
+                        raise ApiError(400, f"the answer has more than {self._live.size.limit:,} bytes: {SHORTER}")
                     yield data
             else:
                 error = self._live.arrival.late()

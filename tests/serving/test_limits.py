@@ -19,7 +19,7 @@ from jaxgen.serving import answering
 from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.exchange import Sending
-from jaxgen.serving.grammars import Wanted
+from jaxgen.serving.grammars import GrammarSource
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.limits import Limits
@@ -430,7 +430,7 @@ def test_requests_are_freed_without_the_garbage_collector(service, http, own):
     """Cycles of errors and their tracebacks would keep large requests in memory for long."""
 
     def left() -> int:
-        return sum(type(each) in (CompletionRequest, Wanted) for each in gc.get_objects())
+        return sum(type(each) in (CompletionRequest, GrammarSource) for each in gc.get_objects())
 
     http.post(ASK, json=own)
     gc.collect()

@@ -64,14 +64,14 @@ class Coder(Format):
                 values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
         """Return the grammar of calls on lines of their own, with the parameters in the order of the schema."""
         calls = Grammar.choice(
             Grammar.sequence(f"{name}>\n", *parameters(name, schema or {}, left_out))
             for name, schema in functions.items()
         )
         call = f"{_OPENING}\n<function=" + calls + f"</function>\n{_CLOSING}"
-        return call.repeat(1, most, separator="\n")
+        return call.repeat(1, limit, separator="\n")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls on lines of their own."""

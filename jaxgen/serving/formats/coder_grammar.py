@@ -43,8 +43,8 @@ def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the types that a schema names; none for a schema that names no type."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return set()
-    given = schema.get("type", [])
-    found = {name for name in (given if isinstance(given, list) else [given]) if name in _TYPES}
+    listed = schema.get("type", [])
+    found = {name for name in (listed if isinstance(listed, list) else [listed]) if name in _TYPES}
     found |= {"null"} if schema.get("nullable") is True else set()
     if not found:
         found |= {types_of(value)[0] for value in values_of(schema)}

@@ -44,8 +44,8 @@ class Format(abc.ABC):
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read the calls after one opening, which is read too; a call of another function is `Unknown`."""
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of one to `most` calls (None for no limit), or of one call if `is_single` is True.
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of one to `limit` calls (None for no limit), or of one call if `is_single` is True.
 
         What cannot be enforced is left out and added to the list `left_out`, if there is one.
 
@@ -55,7 +55,7 @@ class Format(abc.ABC):
         calls = Grammar.choice(
             Grammar.sequence(name, self.between, grammar) for name, grammar in arguments(functions, left_out).items()
         )
-        return (self.before + calls + self.after).repeat(1, 1 if self.is_single else most, self.separator)
+        return (self.before + calls + self.after).repeat(1, 1 if self.is_single else limit, self.separator)
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return the text of calls, as the model writes them."""
@@ -66,9 +66,9 @@ class Format(abc.ABC):
         """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def past_id(self, given: str) -> str:
+    def past_id(self, identifier: str) -> str:
         """Return the id under which the chat template gets a past call, or the result of this call."""
-        return given
+        return identifier
 
 
 def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[str, Grammar]:

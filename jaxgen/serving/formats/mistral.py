@@ -52,21 +52,21 @@ class MistralNamed(Format):
                 raise Broken
             return parts
         name, end = yield from until(_ID, _ARGUMENTS, "{", first=char)
-        given = None
+        identifier = None
         if end == _ID:
-            given, end = yield from until(_ARGUMENTS)
+            identifier, end = yield from until(_ARGUMENTS)
         text = yield from json_text(end if end == "{" else (yield from after_space()))
-        return [call_of({"name": name.strip(), "arguments": parsed(text), "id": given}, functions)]
+        return [call_of({"name": name.strip(), "arguments": parsed(text), "id": identifier}, functions)]
 
     def call_id(self) -> str:
         """Return nine random letters and digits."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
-    def past_id(self, given: str) -> str:
-        """Return `given` if the chat template accepts it, and nine digits of its hash otherwise."""
-        if re.fullmatch("[a-zA-Z0-9]{9}", given):
-            return given
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+    def past_id(self, identifier: str) -> str:
+        """Return `identifier` if the chat template accepts it, and nine digits of its hash otherwise."""
+        if re.fullmatch("[a-zA-Z0-9]{9}", identifier):
+            return identifier
+        return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _part(value: Any, functions: Functions) -> Call | str:
@@ -99,9 +99,9 @@ class MistralList(MistralNamed):
     after = "}"
     separator = ", "
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
         """Return the grammar of a list of calls."""
-        calls = super().grammar(functions, most, left_out)
+        calls = super().grammar(functions, limit, left_out)
         return Grammar.sequence(_OPENING, Grammar.choice(["", " "]), "[", calls, "]")
 
     def write(self, calls: Sequence[Call]) -> str:
