@@ -121,13 +121,13 @@ async def _each(
 
 async def _post(app: ASGIApp, index: int, request: BatchRequest) -> tuple[int, int, bytes]:
     """Call the application as a server would for a POST request."""
-    given = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
+    messages = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
     sent: list[Any] = []
 
     async def receive() -> Any:
-        if not given:
+        if not messages:
             await asyncio.get_running_loop().create_future()  # this client waits for its answer
-        return given.pop()
+        return messages.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)

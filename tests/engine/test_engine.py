@@ -244,7 +244,7 @@ def test_a_coroutine_reads_events(engine):
     [
         ({"ids": [50, 320]}, InputError, "the prompt contains the token 320, but the vocabulary is 0 to 319"),
         ({"ids": []}, InputError, "the prompt has no token"),
-        ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
+        ([50] * 25, InputError, "the prompt has 25 tokens, but at most 24"),
         ({"ids": [5.0]}, TypeError, "the prompt must be a list of token ids"),
         (b"text", TypeError, "the prompt must be a list of token ids"),
         ({"text": 5}, TypeError, '"text" must be a string'),
@@ -335,7 +335,7 @@ def test_the_error_of_a_prompt_is_its_result():
     assert len(done[1].tokens) > 1
     assert "every token is banned" in done[2].error
     assert "no token" in done[3].error
-    assert "more than prompt_width=24" in done[4].error
+    assert "but at most 24 are" in done[4].error
 
 
 def test_cancelled_prompts_leave_their_slots(engine):

@@ -91,7 +91,7 @@ def test_grammars_are_checked_alike(grammar, budget):
         ([5, True], TypeError, r"the prompt must be a list of token ids, got \[5, True\]"),
         ([0.5], TypeError, "the prompt must be a list of token ids"),
         ([2**70], TypeError, "the prompt must be a list of token ids"),
-        ([5] * 17, InputError, "the prompt has 17 tokens, more than prompt_width=16 allows: shorten the prompt"),
+        ([5] * 17, InputError, "the prompt has 17 tokens, but at most 16 are accepted: shorten the prompt"),
     ],
 )
 def test_ids_that_are_refused(ids, error, words):

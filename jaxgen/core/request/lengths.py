@@ -34,7 +34,7 @@ class Lengths:
             asked = beyond(length, self.total)
         if self.prompt is not None and length > self.prompt:
             raise InputError(
-                f"the prompt has {token_count(length)}, more than prompt_width={self.prompt} allows: shorten the prompt"
+                f"the prompt has {token_count(length)}, but at most {self.prompt} are accepted: shorten the prompt"
             )
         space = None if self.context is None else self.context - length
         if space is not None and space < (1 if asked is None else min(asked, 1)):

@@ -134,5 +134,5 @@ def call_of(value: Any, functions: Collection[str], key: str = "arguments") -> C
         raise Broken
     if name not in functions:
         raise Unknown
-    given = fields.get("id")
-    return Call(name, json.dumps(arguments, ensure_ascii=False), given if isinstance(given, str) else None)
+    identifier = fields.get("id")
+    return Call(name, json.dumps(arguments, ensure_ascii=False), identifier if isinstance(identifier, str) else None)
