@@ -17,7 +17,7 @@ from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.core.grammar import row_parts
 from jaxgen.core.model import cache_storage, workarounds
-from jaxgen.core.model.linear import _plain
+from jaxgen.core.model.weights import _contract as _plain
 from jaxgen.core.request.running.automaton_tables import GrammarTable, grammar_capacity
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.programs import Program

@@ -133,7 +133,7 @@ def test_any_prompts_with_everything_of_their_own():
     assert StopReason.STOP_STRING in whole.reasons.tolist()
     complete = prepared.request.complete()
     for chosen in [rng.permutation(6)[:3] for _ in range(6)] + [rng.integers(0, 6, 3) for _ in range(4)]:
-        part = run_whole(prepared.run.of_prompts(3), complete.select(jnp.asarray(chosen)), mode=mode)
+        part = run_whole(dataclasses.replace(prepared.run, prompts=3), complete.select(jnp.asarray(chosen)), mode=mode)
         rows = (chosen[:, None] * 2 + np.arange(2)).ravel()
         for name in ("tokens", "lengths", "reasons"):
             np.testing.assert_array_equal(getattr(part, name), np.asarray(getattr(whole, name))[rows], err_msg=name)

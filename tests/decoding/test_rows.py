@@ -13,7 +13,7 @@ from jaxgen.core.decoding.continuous.lanes import Lanes
 from jaxgen.core.decoding.extensions import Extensions, functions
 from jaxgen.core.decoding.loop import prefill
 from jaxgen.core.decoding.recording import Recording
-from jaxgen.core.decoding.rows import Rows, Selection
+from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
@@ -94,7 +94,7 @@ def push(run, rows: Rows, tokens: list[int], live=None, failed=None, criteria=()
     live = np.array([True] * rows.count if live is None else live)
     failed = np.array(failed or [0] * rows.count, np.int32)
     scores = np.zeros((rows.count, 50), np.float32) if scores is None else scores
-    return _push(rows, run, Selection(np.array(tokens, np.int32), scores - 1, failed), live, scores)
+    return _push(rows, run, np.array(tokens, np.int32), failed, live, scores, scores - 1)
 
 
 def test_rows_begin_with_their_prompts_and_some_have_ended():

@@ -11,7 +11,7 @@ from jaxgen import StepHook
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.request import Request
-from jaxgen.core.decoding.run import Run, Sizes, is_expanded
+from jaxgen.core.decoding.run import Run, is_expanded
 from tests.support.counting import CFG
 from tests.support.trunk import MESH, prepared
 
@@ -20,7 +20,7 @@ PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
 
 def run_of(extensions=None, mesh=None, prompts: int = 3, needs: Needs | None = None, **options) -> Run:
     run = prepared([[1]], CFG.replace(**options), extensions=extensions).run
-    return dataclasses.replace(run, mesh=mesh, sizes=Sizes(prompts, 6, needs=needs or Needs()))
+    return dataclasses.replace(run, mesh=mesh, prompts=prompts, capacity=6, needs=needs or Needs(), cached_slots=0)
 
 
 def request_of(**options) -> Request:

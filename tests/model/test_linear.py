@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen.core.model import linear as linear_module, workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.linear import linear, look_up, product
+from jaxgen.core.model.weights import linear, look_up, product
 from jaxgen.core.model.workarounds import in_branch
 from tests.support.compilations import compilations
 

@@ -78,7 +78,7 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0
     """
     needed = caches_bytes(
         (run.model,) if run.draft is None else (run.model, run.draft.model),
-        prompts=run.sizes.prompts,
+        prompts=run.prompts,
         sequences=run.needs.sequences,
         width=width,
         capacity=run.capacity,

@@ -13,7 +13,8 @@ from jaxgen.core.decoding.continuous.chunks import Arrivals, open_queue, run_chu
 from jaxgen.core.decoding.continuous.slots import Continuous
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
-from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of, replicate
 from jaxgen.core.request.checks import check_slots
@@ -37,7 +38,7 @@ class Loop:
         options: the options that prompts may set.
         extensions: the caller's functions.
         mode: the decode mode, wrapped so that rows can leave and enter.
-        sizes: the static sizes.
+        needs: the requirements of the mode.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
         stored: the capacity of the prefix store, in blocks; 0 for no store.
@@ -46,7 +47,7 @@ class Loop:
     options: PromptOptions
     extensions: Extensions
     mode: Continuous
-    sizes: Sizes
+    needs: Needs
     steps: int
     key_impl: str
     stored: int
@@ -67,8 +68,7 @@ class Loop:
         cfg = options.full.replace(slots=slots)
         check_slots(cfg, None, extensions, mode)
         check_options(cfg.reset(options.own), 1)
-        sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
-        return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
+        return cls(options, extensions, Continuous(mode, slots), mode.needs(options.full), steps, key_impl, stored)
 
     @property
     def queue_capacity(self) -> int:
@@ -78,7 +78,8 @@ class Loop:
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
         extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
-        return Run(params, self.options.full, extensions, self.sizes, context, mesh=mesh)
+        cfg, prompts, capacity = self.options.full, self.mode.slots, self.options.capacity
+        return Run(params, cfg, extensions, prompts, capacity, self.needs, context=context, mesh=mesh)
 
     @property
     def of_open(self) -> dict[str, Any]:
