@@ -60,8 +60,7 @@ def test_padded_columns_have_no_tokens():
 def passes():
     """Return outputs for prompts read whole and in chunks, more tokens (last and all logits), and no cache."""
     given = prepared(PROMPTS, CFG, PARAMS)
-    sizes = dataclasses.replace(given.run.sizes, needs=Needs(layer_states=True, final_states=True))
-    run = dataclasses.replace(given.run, sizes=sizes)
+    run = dataclasses.replace(given.run, needs=Needs(layer_states=True, final_states=True))
     more = Tokens(
         jnp.asarray([[30, 31], [40, 41], [50, 0]]), jnp.asarray([[True, True], [False, False], [True, False]])
     )

@@ -36,7 +36,7 @@ def rows_of(prompts: list[int]) -> Rows:
     return _two_of_each(given.run, given.request)
 
 
-_two_of_each = jax.jit(lambda run, request: prefill(run, request).rows.fork(2))
+_two_of_each = jax.jit(lambda run, request: prefill(run, request)[0].fork(2))
 _insert = jax.jit(Rows.insert)
 
 
@@ -101,7 +101,7 @@ def test_rows_begin_with_their_prompts_and_some_have_ended():
     given = prepared([[3], [7, 8, 9], [30, 31], [5]], COUNTING.replace(max_new_tokens=[1, 9, 2, 4]))
     request = dataclasses.replace(given.request, budget=np.array([1, 9, 0, 4], np.int32))
     request.ids[3, -1] = 50
-    run = dataclasses.replace(given.run, sizes=dataclasses.replace(given.run.sizes, capacity=6))
+    run = dataclasses.replace(given.run, capacity=6)
     _, rows = begun(dataclasses.replace(given, run=run, request=request))
     assert rows.history.ids.shape == (4, 3 + 6)
     assert rows.history.length.tolist() == [1, 3, 2, 1]
