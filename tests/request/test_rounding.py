@@ -59,7 +59,7 @@ def exact(monkeypatch):
 
     def exact(call):
         with monkeypatch.context() as patch:
-            patch.setattr("jaxgen.core.request.rounding.rows_bucket", lambda prompts: prompts)
+            patch.setattr("jaxgen.core.request.prepare.rows_bucket", lambda prompts: prompts)
             return call()
 
     return exact

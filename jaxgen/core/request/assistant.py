@@ -100,4 +100,4 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
         params, settings = run.params, {}
         model = dataclasses.replace(run.model, num_hidden_layers=early, windows=run.model.windows[:early])
     cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
-    return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, run.context, mesh=run.mesh))
+    return dataclasses.replace(run, draft=dataclasses.replace(run, params=params, cfg=cfg, extensions=Extensions()))

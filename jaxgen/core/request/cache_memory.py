@@ -62,7 +62,7 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0
     prefix store and of its table of grammars.
     """
     models = (run.model,) if run.draft is None else (run.model, run.draft.model)
-    needed = caches_bytes(models, run.cfg, run.sizes.prompts, run.needs.sequences, width, run.capacity)
+    needed = caches_bytes(models, run.cfg, run.prompts, run.needs.sequences, width, run.capacity)
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
     count = len(devices)  # on a mesh, all devices store parts of about equal size

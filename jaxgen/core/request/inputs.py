@@ -2,7 +2,7 @@
 
 Concrete arrays become numpy arrays, and their values are checked. If the caller's transformation traces an array, only
 the array's shape and dtype are checked. Padding is inferred and checked here, and removed by
-`jaxgen.core.decoding.alignment.Tokens.align`.
+`jaxgen.core.decoding.request.Tokens.align`.
 """
 
 from __future__ import annotations

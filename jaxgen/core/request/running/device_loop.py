@@ -12,7 +12,7 @@ from jaxgen.core.decoding.continuous.chunks import Arrivals, open_queue, run_chu
 from jaxgen.core.decoding.continuous.slots import Continuous
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
-from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of, replicate
 from jaxgen.core.request.cache_memory import check_call_memory
@@ -46,7 +46,7 @@ class Loop:
     def __init__(self, options: PromptOptions, extensions: Extensions, slots: int, key_impl: str, stored: int = 0):
         mode = mode_of(options.full)
         self.options, self.slots, self._extensions = options, slots, extensions
-        self._sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
+        self._needs = mode.needs(options.full)
         self.queue_capacity = max(2 * slots, 8)
         self.of_chunk: dict[str, Any] = {"mode": Continuous(mode, slots), "key_impl": key_impl}
         # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
@@ -56,7 +56,8 @@ class Loop:
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
         extensions, context = dataclasses.replace(self._extensions, **tables), Context(mesh is not None)
-        return Run(params, self.options.full, extensions, self._sizes, context, mesh=mesh)
+        cfg, capacity = self.options.full, self.options.capacity
+        return Run(params, cfg, extensions, self.slots, capacity, self._needs, context=context, mesh=mesh)
 
 
 class Device:
