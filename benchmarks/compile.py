@@ -30,7 +30,7 @@ from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
 from jaxgen import GenerationConfig, ModelConfig, arguments
 from jaxgen.core.config.generation_config import model_of
 from jaxgen.core.model.causal_lm import param_shapes
-from jaxgen.core.request.memory import cache_bytes
+from jaxgen.core.request.cache_memory import cache_bytes
 
 _LARGE = 1_000_000  # bytes
 

@@ -25,7 +25,7 @@ from benchmarks.probe import probe
 from convert import load_hf
 from jaxgen import GenerationConfig, arguments, fuse_projections, generate
 from jaxgen.core.config.generation_config import model_of
-from jaxgen.core.request.memory import cache_bytes
+from jaxgen.core.request.cache_memory import cache_bytes
 
 _SHORT = 8  # new tokens in the run that is subtracted
 _MOST = 10  # operations that are listed

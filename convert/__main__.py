@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return BROKEN_PIPE
     except (JaxgenError, OSError) as error:
-        print(f"{PROGRAM}: {_in_one_line(error)}", file=sys.stderr)
+        print(f"{PROGRAM}: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
@@ -163,35 +163,19 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _in_one_line(error: Exception) -> str:
-    if not isinstance(error, CheckpointError):
-        return one_line(str(error))
-    more = len(error.problems) - len(error.first)
-    return "; ".join(error.first + ([f"and {more:,} more"] if more else []))
-
-
 class _Progress:
-    """Reports progress on stderr: after a second, by updating one line on a terminal, or else every ten seconds."""
+    """Reports progress on stderr every ten seconds."""
 
     def __init__(self, verb: str, total: int):
         self.verb, self.total, self.number = verb, total, 0
-        self.on_terminal = sys.stderr.isatty()
-        self.next = time.monotonic() + (1 if self.on_terminal else 10)
-        self.shown = False
+        self.next = time.monotonic() + 10
 
     def count(self) -> None:
         """Count the next tensor, before it is read."""
         self.number += 1
-        last = self.number == self.total
-        if time.monotonic() < self.next and not (last and self.shown):
-            return
-        text = f"{self.verb} tensor {self.number} of {self.total}"
-        if self.on_terminal:
-            print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        if time.monotonic() >= self.next:
+            print(f"{self.verb} tensor {self.number} of {self.total}", file=sys.stderr, flush=True)
             self.next = time.monotonic() + 10
-        self.shown = True
 
 
 if __name__ == "__main__":

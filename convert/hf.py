@@ -39,10 +39,10 @@ from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
 from jaxgen.core.model.weights import Quantized
-from jaxgen.core.text.json_file import fetch_again
 from jaxgen.core.text.tokenizer import check_tokenizer
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
+from jaxgen.json_file import fetch_again
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
@@ -432,29 +432,22 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         CheckpointError: `params` contains low-rank updates, or its only key is "params", as in the model's variables.
     """
-    weights: dict[str, Any] = {}
-    problems, attached = [], []
-
-    def walk(node: Mapping[str, Any], prefix: str) -> None:
-        for key, value in node.items():
-            if not isinstance(key, str) or "." in key:
-                problems.append(f"params: the key {key!r} must be one part of a name, such as 'layers' or '0'")
-                continue
-            name = prefix + key
-            if isinstance(value, Mapping):
-                walk(value, f"{name}.")
-            elif isinstance(value, np.ndarray | jax.Array | Quantized):
-                weights[name] = value
-            elif isinstance(value, LowRank | Adapters):
-                attached.append(name)
-            else:
-                problems.append(f"params: {name} must be an array, got {type(value).__name__}")
-
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a nested dict of arrays, got {type(params).__name__}")
     if set(params) == {"params"}:
         raise CheckpointError(["params: these are the model's variables: pass their entry, variables['params']"])
-    walk(params, "")
+    weights: dict[str, Any] = {}
+    problems, attached = [], []
+    for path, value in flax.traverse_util.flatten_dict(dict(params)).items():
+        wrong = [key for key in path if not isinstance(key, str) or "." in key]
+        if wrong:
+            problems.append(f"params: the key {wrong[0]!r} must be one part of a name, such as 'layers' or '0'")
+        elif isinstance(value, np.ndarray | jax.Array | Quantized):
+            weights[".".join(path)] = value
+        elif isinstance(value, LowRank | Adapters):
+            attached.append(".".join(path))
+        else:
+            problems.append(f"params: {'.'.join(path)} must be an array, got {type(value).__name__}")
     if attached:
         where = attached[0] + (" and others" if len(attached) > 1 else "")
         fault = f"params: {where}: low-rank updates are attached, which a checkpoint cannot store"

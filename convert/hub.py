@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxgen.core.model.config import read_model
-from jaxgen.core.text.json_file import fetch_again, read_json
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
+from jaxgen.json_file import fetch_again, read_json
 from jaxgen.remote import is_url, local_copy
 
 _PART = r"[\w-][\w.-]*"

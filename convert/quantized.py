@@ -15,11 +15,9 @@ import numpy as np
 
 from convert.errors import CheckpointError
 from convert.shards import STEM
-from convert.tensors import DTYPES, NAMES, STORED, Tensor
+from convert.tensors import CHUNK, DTYPES, NAMES, STORED, Tensor
 from jaxgen.core.model.weights import Quantized
 from jaxgen.errors import InputError
-
-_CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +142,7 @@ class _Computed(Tensor):
         source = jax.tree.map(read, self.source)
         largest = max(jax.tree.leaves(source), key=np.size)
         result = np.empty((len(largest), *self.shape[1:]), dtype or STORED[self.dtype])
-        step = max(1, _CHUNK * len(largest) // largest.size)
+        step = max(1, CHUNK * len(largest) // largest.size)
         for start in range(0, len(largest), step):
             chunk = slice(start, start + step)
             values = self.compute(jax.tree.map(operator.itemgetter(chunk), source))

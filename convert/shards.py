@@ -14,7 +14,7 @@ import numpy as np
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
 from convert.tensors import Tensor, read_header, write_file
-from jaxgen.core.text import json_file
+from jaxgen import json_file
 from jaxgen.errors import ConfigError
 from jaxgen.remote import is_url
 
@@ -181,40 +181,28 @@ def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str
         return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
     if path / single in found:
         return [path / single], {}, []
-    if stem == ADAPTER_STEM:
-        return [], {}, [f"{path}: {_no_adapter(path)}"]
-    if len(found) == 1:
+    if len(found) == 1 and stem != ADAPTER_STEM:
         return found, {}, []
-    if found:
+    if found and stem != ADAPTER_STEM:
         names = ", ".join(file.name for file in found)
         return [], {}, [f"{path}: several files ({names}) and no {index} to say which belong together"]
-    return [], {}, [f"{path}: {_no_model(path)}"]
+    return [], {}, [f"{path}: {_absent(path, stem)}"]
 
 
-def _no_model(path: Path) -> str:
-    """Return the problem of a directory without a model's weights."""
-    if os.path.lexists(path / ADAPTER):
-        return "no *.safetensors of a model, only an adapter: load its base model, then call load_adapter"
-    if pickled := _pickled(path):
+def _absent(path: Path, stem: str) -> str:
+    """Return the problem of a directory without the weights of a model or, depending on `stem`, of an adapter."""
+    name, library, loader = "*.safetensors", "transformers", "AutoModelForCausalLM"
+    if stem == ADAPTER_STEM:
+        name, library, loader = ADAPTER, "PEFT", "AutoPeftModelForCausalLM"
+    elif os.path.lexists(path / ADAPTER):
+        return f"no {name} of a model, only an adapter: load its base model, then call load_adapter"
+    pickled = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth"))
+    if pickled:
         return (
-            f"no *.safetensors: {pickled} contains pickled weights, which are not read; with transformers, "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
+            f"no {name}: {pickled} contains pickled weights, which are not read; with {library}, "
+            f"{loader}.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
         )
-    return "no *.safetensors: download the *.safetensors files too"
-
-
-def _no_adapter(path: Path) -> str:
-    """Return the problem of a directory without an adapter's weights."""
-    if pickled := _pickled(path):
-        return (
-            f"no {ADAPTER}: {pickled} contains pickled weights, which are not read; with PEFT, "
-            "AutoPeftModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
-        )
-    return f"no {ADAPTER}: download it too"
-
-
-def _pickled(path: Path) -> str:
-    return ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth"))
+    return f"no {name}: download the weights too"
 
 
 def _is_file_name(name: Any) -> bool:

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from convert.errors import CheckpointError
-from jaxgen.core.text.json_file import LARGEST, json_object, kind_of
 from jaxgen.errors import ConfigError, shown
+from jaxgen.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in STORED.items()}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # maximum bytes read or written per system call
-_CHUNK = 1 << 20  # number of elements cast at a time; they fit into the CPU's cache
+CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Tensor:
         result = np.empty(array.shape, dtype)
         source, target = array.reshape(-1), result.reshape(-1)
         lost = 0
-        for start in range(0, source.size, _CHUNK):
-            chunk, cast = source[start : start + _CHUNK], target[start : start + _CHUNK]
+        for start in range(0, source.size, CHUNK):
+            chunk, cast = source[start : start + CHUNK], target[start : start + CHUNK]
             with np.errstate(over="ignore", invalid="ignore"):  # NaNs stay NaNs
                 cast[:] = chunk
                 lost += np.count_nonzero(np.isinf(cast) & ~np.isinf(chunk))

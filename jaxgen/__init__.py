@@ -35,9 +35,9 @@ _NAMES = {
     "core.decoding.logprobs": "LogProbs",
     "core.scoring.choices": "ChoiceScores score_choices",
     "core.scoring.embedding": "embed",
-    "core.scoring.many": "TokenScores score_many",
+    "core.scoring.score_many": "TokenScores score_many",
     "core.scoring.pooling": "Pooling",
-    "core.scoring.text": "score",
+    "core.scoring.score": "score",
     "core.scoring.transitions": "compute_transition_scores",
     "core.text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
     "core.text.tokenizer": "Batch Tokenizer",
@@ -88,9 +88,9 @@ if TYPE_CHECKING:
     from jaxgen.core.request.running.engine_sizes import EngineSizes as EngineSizes
     from jaxgen.core.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
     from jaxgen.core.scoring.embedding import embed as embed
-    from jaxgen.core.scoring.many import TokenScores as TokenScores, score_many as score_many
     from jaxgen.core.scoring.pooling import Pooling as Pooling
-    from jaxgen.core.scoring.text import score as score
+    from jaxgen.core.scoring.score import score as score
+    from jaxgen.core.scoring.score_many import TokenScores as TokenScores, score_many as score_many
     from jaxgen.core.scoring.transitions import compute_transition_scores as compute_transition_scores
     from jaxgen.core.text.streaming import (
         AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,

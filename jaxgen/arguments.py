@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from jaxgen.core.model.config import DTYPES
 from jaxgen.core.model.quantization import CHOICES
-from jaxgen.core.text.json_file import kind_of, parse_json
 from jaxgen.errors import InputError
+from jaxgen.json_file import kind_of, parse_json
 from jaxgen.remote import is_url
 
 # Exit statuses of the commands.

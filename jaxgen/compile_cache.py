@@ -13,13 +13,12 @@ import os
 import platform
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from jaxgen.errors import InputError, JaxgenWarning
+from jaxgen.errors import InputError, warn
 from jaxgen.remote import cache_directory
 
 _LIMIT = 1 << 30  # maximum size in bytes, of the programs for all machines
@@ -56,7 +55,7 @@ def enable_cache(directory: str | os.PathLike[str] | None = None) -> str | None:
     if before is not None and directory is None:
         return before
     try:
-        root = (_default_root() if directory is None else Path(directory) / "jaxgen-programs").resolve()
+        root = (cache_directory() / "programs" if directory is None else Path(directory) / "jaxgen-programs").resolve()
         own = root / _machine()
         if before is not None:
             if Path(before) == own:
@@ -68,7 +67,7 @@ def enable_cache(directory: str | os.PathLike[str] | None = None) -> str | None:
         problem, root, own = str(error), Path(), Path()
     problem = problem or _install(_Store(own, root), own)
     if problem is not None:
-        warnings.warn(f"compiled programs are not stored: {problem}", JaxgenWarning, stacklevel=2)
+        warn(f"compiled programs are not stored: {problem}")
         return None
     return str(own)
 
@@ -110,11 +109,11 @@ class _Store:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn(f"a program cannot be read and is compiled again: {error}")
+            warn(f"a program cannot be read and is compiled again: {error}")
             return None
         checksum, value = content[:_SIZE], content[_SIZE:]
         if _CHECKSUM(value).digest() != checksum:
-            self._warn(f"{file} is damaged: its program is compiled again")
+            warn(f"{file} is damaged: its program is compiled again")
             return None
         return value
 
@@ -130,7 +129,7 @@ class _Store:
         except OSError as error:  # for example, the disk is full
             if part is not None:
                 part.unlink(missing_ok=True)
-            self._warn(f"a program cannot be stored: {error}")
+            warn(f"a program cannot be stored: {error}")
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}{_PROGRAM}"
@@ -143,9 +142,6 @@ class _Store:
             if kept > _LIMIT:
                 file.unlink(missing_ok=True)
 
-    def _warn(self, text: str) -> None:
-        warnings.warn(text, JaxgenWarning, stacklevel=2)
-
 
 def _files(root: Path) -> Iterator[tuple[float, int, Path]]:
     """Yield the time, the size and the path of each file of a program in the folders of `root`."""
@@ -153,10 +149,6 @@ def _files(root: Path) -> Iterator[tuple[float, int, Path]]:
         with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
             found = file.stat()
             yield found.st_mtime, found.st_size, file
-
-
-def _default_root() -> Path:
-    return cache_directory() / "programs"
 
 
 def _machine() -> str:

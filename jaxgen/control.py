@@ -54,7 +54,7 @@ def alike(*values: Any) -> tuple[Any, ...]:
 
 def _axes(tree: Any) -> frozenset[str]:
     """Return the names of the mesh axes over which any value in a tree varies."""
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)))
+    return frozenset().union(*[jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)])
 
 
 def _varying(axes: frozenset[str], tree: Any) -> Any:

@@ -179,10 +179,11 @@ class _NewProgram:
             if self._needed is None:
                 with announced(self._key[0].name):
                     self._needed = bytes_taken(self._function.lower(*args, **kwargs).compile())
-        devices = _devices(jax.tree.leaves((args, kwargs)))
-        # With several processes, one process must not reject a call that the other processes start.
-        if self._needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
-            check_free("this call needs {}", self._needed, devices, REMEDY)
+        if self._needed > SMALL:
+            devices = _devices(jax.tree.leaves((args, kwargs)))
+            # With several processes, one process must not reject a call that the other processes start.
+            if all(device.process_index == jax.process_index() for device in devices):
+                check_free("this call needs {}", self._needed, devices, REMEDY)
         PROGRAMS.replace(self._key, self._function)
         # When called with the same arguments, the function finds the compiled program in jax's caches.
         return self._function(*args, **kwargs)

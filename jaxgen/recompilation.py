@@ -23,7 +23,7 @@ _SHOWN = 4  # maximum number of differences in a message
 _WIDTH = 40  # maximum number of characters in a value
 # Messages omit the names in `_INNER`. Differences in `_FOLLOWING` come last, because they can result from other
 # differences.
-_INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
+_INNER = {"run", "request", "cfg", "enabled", "options", "extensions"}
 _FOLLOWING = {"params", "state"}
 
 

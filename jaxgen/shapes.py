@@ -54,8 +54,8 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """
     unique = index.ndim == 1
 
-    def put_row(row: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
-        return row.at[place].set(new, mode="drop", unique_indices=unique)
+    def put_row(row: jax.Array, position: jax.Array, new: jax.Array) -> jax.Array:
+        return row.at[position].set(new, mode="drop", unique_indices=unique)
 
     return jax.vmap(put_row)(x, index, values)
 
@@ -71,7 +71,7 @@ def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
     Positions past the end are dropped. If a position occurs several times, all its values are added. See `put`.
     """
-    return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
+    return jax.vmap(lambda row, position, new: row.at[position].add(new, mode="drop"))(x, index, values)
 
 
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:

@@ -17,7 +17,7 @@ from benchmarks.targets import compile_generate, device_for, lower_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.core.grammar import row_parts
 from jaxgen.core.model import cache_storage, workarounds
-from jaxgen.core.model.linear import _plain
+from jaxgen.core.model.weights import _contract
 from jaxgen.core.request.running.automaton_tables import GrammarTable, grammar_capacity
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.programs import Program
@@ -155,7 +155,7 @@ def test_a_step_with_grammars_on_an_h100():
 
 # Workarounds for the GPU's compiler: a module, a name in it, and the value that turns the workaround off.
 FOR_GPUS = {
-    "rows as sums": (workarounds, "row_sums", lambda row, weight, in_parts: _plain(row, weight)),
+    "rows as sums": (workarounds, "row_sums", lambda row, weight, in_parts: _contract(row, weight)),
     "scores and values as sums": (workarounds, "_CACHED_BYTES", -1),
     "values as sums": (workarounds, "_ONE_KERNEL_SLOTS", 0),
     "norms of two rows": (workarounds, "_norm_of_two", lambda plain, row, weight: plain(row, weight)),

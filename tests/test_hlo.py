@@ -16,7 +16,7 @@ from jaxgen.core.config.availability import normal_form
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.decoding.request import Request
-from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.int8 import Int8
 from jaxgen.core.request.driver import run_whole
 from tests.support.models import model_config, slow
@@ -59,7 +59,7 @@ def compile_loop(
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
     shared, options = normal_form(cfg).split()
-    run = Run(params, shared, Extensions(), Sizes(ROWS, NEW, needs=mode_of(cfg).needs(cfg)))
+    run = Run(params, shared, Extensions(), ROWS, NEW, mode_of(cfg).needs(cfg))
     traced = run_whole.trace(run, Request(ids, ids == 0, budget, options, key=key), mode=mode_of(cfg))
     return traced.lower().compile(), params
 

@@ -21,7 +21,7 @@ from jaxgen import (
     warmup,
 )
 from jaxgen.core import precompile
-from jaxgen.core.scoring import many
+from jaxgen.core.scoring import score_many as many
 from jaxgen.programs import Program
 from jaxgen.progress import announced, progress_bar, repeating
 from tests.support.models import model_config, random_params

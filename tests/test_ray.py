@@ -39,7 +39,7 @@ def test_two_actors(tmp_path, programs, monkeypatch):
     for done in generate_many(params, texts, jax.random.key(0), cfg, tokenizer=tokenizer, **sizes):
         row = {"index": done.index, "text": done.text or "", "tokens": done.tokens}
         assert first[done.index] == row | {"stop_reason": done.stop_reason.name, "error": done.error or ""}
-    assert "more than prompt_width=32" in first[7]["error"]
+    assert "but at most 32 are accepted" in first[7]["error"]
 
     lines = answers.read_bytes().splitlines(keepends=True)
     answers.write_bytes(b"".join(lines[:12]) + lines[12][:20])

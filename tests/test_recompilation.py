@@ -136,7 +136,7 @@ def test_differences_by_name(name, looked_up):
 
 def test_a_cache(logged):
     cache = prefill(PARAMS, PROMPT, CFG)
-    expected = "compiling generate: cache Continuation, was None; slots 32, was 0"
+    expected = "compiling generate: cache Continuation, was None; cached_slots 32, was 0"
     assert logged(call(), call(cache=cache))[1] == expected
 
 

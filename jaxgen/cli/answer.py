@@ -41,23 +41,20 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.remote_output import local_target, output_file
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.core.config.availability import check_options, refuse_unavailable
 from jaxgen.core.config.ends import with_end_of_turn
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.fused import fuse_projections
-from jaxgen.core.request.assistant import check_assistant
-from jaxgen.core.request.checks import check_room, check_stop_strings
-from jaxgen.core.request.inputs import check_vocabulary
-from jaxgen.core.request.keys import seed_keys
-from jaxgen.core.request.lengths import Lengths
+from jaxgen.core.request.early_checks import check_early, new_tokens
+from jaxgen.core.request.known_prompts import KnownPrompts
 from jaxgen.core.request.prompt_options import not_in_slots
+from jaxgen.core.request.random_keys import seed_keys
 from jaxgen.core.request.running.engine_sizes import EngineSizes
-from jaxgen.core.text.json_file import read_file
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import decoded
 from jaxgen.errors import InputError
+from jaxgen.json_file import read_file
 from jaxgen.programs import default_device
+from jaxgen.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_BATCH_SIZE = 8
@@ -182,14 +179,17 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     shard = WHOLE if options.shard is None else Shard(*options.shard)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
     job = _AnswerJob(source, assistant, cfg, tokenizer, lines, chat, generate_kwargs, slots, batch_size, shard)
-    if slots is None:
-        check_options(cfg, job.shape[0])
+    check_early(
+        cfg,
+        tokenizer,
+        [line.budget for line in lines] or [budget([], None)],
+        prompts=job.shape[0],
+        allowed=generate_kwargs.get("prefix_allowed_tokens_fn"),
+        assistant=None if assistant is None else open_checkpoint(assistant).cfg,
+    )
     if options.input:
-        check_lines(lines, cfg.reset(["slots"]), tokenizer, options.input, slots is not None)
-    if isinstance(automaton := generate_kwargs.get("prefix_allowed_tokens_fn"), TokenAutomaton):
-        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or budget([], None)))
-    if assistant is not None:
-        check_assistant(open_checkpoint(assistant).cfg, cfg)
+        prompts = KnownPrompts(lines, cfg.reset(["slots"]), tokenizer, in_engine=slots is not None)
+        check_lines(lines, prompts, options.input)
     return job
 
 
@@ -297,7 +297,6 @@ def _configured(source: Checkpoint, options: argparse.Namespace, tokenizer: Toke
             f"--chat gives one answer per message, but the checkpoint asks for {cfg.num_return_sequences}: add "
             "--num-return-sequences 1"
         )
-    refuse_unavailable(cfg)
     return cfg
 
 
@@ -336,7 +335,6 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
         keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
         keywords["prefix_allowed_tokens_fn"] = _automaton(options, tokenizer, vocab)
-    check_stop_strings(cfg, tokenizer)
     return keywords
 
 
@@ -360,11 +358,11 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> lis
 
 def _budget(cfg: GenerationConfig, options: argparse.Namespace, ids: Sequence[int], own: int | None) -> int:
     """Return the maximum number of new tokens after a prompt; `own` is the prompt's own `max_new_tokens`."""
-    check_vocabulary(ids, cfg.model)
-    asked = options.max_new_tokens if own is None else own
-    limits = Lengths(context=cfg.model.context_length, total=options.max_length)
-    budget = limits.budget(len(ids), asked)
-    return budget if asked is not None or limits.total is not None else min(budget, _default_new_tokens(cfg, len(ids)))
+    wanted = options.max_new_tokens if own is None else own
+    budget = new_tokens(cfg, ids, wanted, options.max_length)
+    if wanted is not None or options.max_length is not None:
+        return budget
+    return min(budget, _default_new_tokens(cfg, len(ids)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

@@ -16,7 +16,6 @@ This module does not import jax.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import io
 import json
@@ -94,30 +93,30 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
     if os.path.lexists(target):
         raise InputError(f"{target} exists: choose another name, or remove it")
     which = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
-    own = target.with_name(f"{target.name}{which}.partial")
+    name = target.with_name(f"{target.name}{which}.partial")
     run = json.loads(json.dumps(run))  # turns tuples into lists, for the comparison with partial files
     try:
-        stream = io.FileIO(own, "a+")
+        stream = io.FileIO(name, "a+")
     except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror}: {own}") from error
+        raise InputError(f"{target} cannot be written: {error.strerror}: {name}") from error
     with stream:
-        part, begin = _Partial(own, prompts), 0
+        part, begin = _Partial(name, prompts), 0
         try:
-            parts = [part, *(other for other in _read_partials(target, prompts) if other.path != own)]
+            parts = [part, *(other for other in _read_partials(target, prompts) if other.path != name)]
             for each in parts:
                 _check(each, run)
-            stream.truncate(part.end if part.indices else 0)
+            stream.truncate(part.end if part.offsets else 0)
             stream.seek(0, os.SEEK_END)
-            file = AnswerFile(stream, own, _done(parts, prompts))
-            if not part.indices:
+            file = AnswerFile(stream, name, _done(parts, prompts))
+            if not part.offsets:
                 file._append({"run": run})
             begin = stream.tell()
             yield file
             os.fsync(stream.fileno())
         finally:
-            if not part.indices and os.fstat(stream.fileno()).st_size <= begin:  # nothing to resume
-                own.unlink(missing_ok=True)
-    _merge(target, prompts, own, shard.count)
+            if not part.offsets and os.fstat(stream.fileno()).st_size <= begin:  # nothing to resume
+                name.unlink(missing_ok=True)
+    _merge(target, prompts, name, shard.count)
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
@@ -160,7 +159,7 @@ class _Partial:
     Attributes:
         path: the file's path.
         run: the run that wrote the file; empty if the file has none.
-        indices, offsets: the index of each prompt with answers, and the offset of its line.
+        offsets: the offset of the line of each prompt with answers, by the prompt's index.
         damaged: the numbers of the damaged lines, counted from 1.
         end: the number of bytes up to the end of the last complete line.
 
@@ -171,7 +170,8 @@ class _Partial:
     def __init__(self, path: Path, prompts: int):
         self.path, self.end = path, 0
         self.run: dict[str, Any] = {}
-        self.indices, self.offsets, self.damaged = array.array("q"), array.array("q"), array.array("q")
+        self.offsets: dict[int, int] = {}
+        self.damaged: list[int] = []
         with open(path, "rb") as stream:
             for number, line in enumerate(stream, 1):
                 match = _match(line)
@@ -188,8 +188,7 @@ class _Partial:
                 elif match[2] is None:
                     self.run = json.loads(line)["run"]
                 elif int(match[2]) < prompts:
-                    self.indices.append(int(match[2]))
-                    self.offsets.append(self.end)
+                    self.offsets[int(match[2])] = self.end
                 self.end += len(line)
 
 
@@ -205,7 +204,7 @@ def _read_partials(target: Path, prompts: int) -> list[_Partial]:
 def _check(part: _Partial, run: Mapping[str, Any]) -> None:
     """Raise an `InputError` if a partial file has answers of a different run; warn of damaged lines."""
     other = [name for name in {**part.run, **run} if part.run.get(name) != run.get(name)]
-    if part.indices and other:
+    if part.offsets and other:
         raise InputError(
             f"{part.path} is from a run with different values of {', '.join(other)}: repeat that command to continue "
             "it, or remove the file to start over"
@@ -219,17 +218,17 @@ def _done(parts: Sequence[_Partial], prompts: int) -> bytearray:
     """Return 1 for each prompt that has answers, and 0 for any other prompt."""
     done = bytearray(prompts)
     for part in parts:
-        for index in part.indices:
+        for index in part.offsets:
             done[index] = 1
     return done
 
 
-def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
+def _merge(target: Path, prompts: int, partial: Path, shards: int) -> None:
     """Merge and remove the partial files; if some prompts have no answers yet, only print their shards.
 
     Two processes that finish at the same time may both merge the files. The result is the same.
     """
-    merged = _merging(own)
+    merged = _merging(partial)
     try:
         parts = _read_partials(target, prompts)
         done = _done(parts, prompts)
@@ -258,14 +257,11 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
 def _write_merged(merged: Path, parts: Sequence[_Partial], prompts: int) -> None:
     """Write the answers in the order of the prompts."""
     terminal.show("writing the answers in the order of the prompts")
-    files, offsets = array.array("q", [0]) * prompts, array.array("q", [0]) * prompts
-    for number, part in enumerate(parts):
-        for index, offset in zip(part.indices, part.offsets, strict=True):
-            files[index], offsets[index] = number, offset
     with contextlib.ExitStack() as stack, open(merged, "wb") as stream:
         opened = [stack.enter_context(open(part.path, "rb")) for part in parts]
-        for number, offset in zip(files, offsets, strict=True):
-            opened[number].seek(offset)
+        for index in range(prompts):
+            number = next(number for number, part in enumerate(parts) if index in part.offsets)
+            opened[number].seek(parts[number].offsets[index])
             answers = json.loads(opened[number].readline())["answers"]
             stream.writelines((json.dumps(answer, ensure_ascii=False) + "\n").encode() for answer in answers)
         stream.flush()

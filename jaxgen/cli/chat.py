@@ -21,14 +21,14 @@ from jaxgen.cli import terminal
 from jaxgen.cli.options import in_settings, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
-from jaxgen.core.config.availability import refuse_unavailable
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.decoding.continuation import Continuation
 from jaxgen.core.request.checks import can_continue
-from jaxgen.core.request.fields import is_conversation
-from jaxgen.core.text.json_file import parse_json
+from jaxgen.core.request.early_checks import check_early
+from jaxgen.core.request.fields import read_fields
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, JaxgenError
+from jaxgen.json_file import parse_json
 
 HELP = """\
 /reset           forget the conversation
@@ -129,14 +129,14 @@ class Chat:
         If the file is not a conversation, raise an `InputError` and leave the current conversation unchanged.
         """
         try:
-            entry = parse_json(path.read_text("utf-8"))
+            fields = read_fields(parse_json(path.read_text("utf-8")), own_data=True)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise InputError(f"{path} is not a conversation: {error}") from error
-        messages: Any = entry.get("messages") if isinstance(entry, dict) else None
-        if not is_conversation(messages):
+        if fields.source != "messages":
             raise InputError(f'{path} is not a conversation: it must be {{"messages": [...]}}, as /save writes it')
+        messages: Any = fields.content
         system = messages[0]["content"] if messages[0]["role"] == "system" else None
         turns = messages[system is not None :]
         roles = [message["role"] for message in turns]
@@ -310,7 +310,7 @@ class _Conversation:
         fields = setting(text)
         try:
             cfg = self.session.cfg.replace(**fields)
-            refuse_unavailable(cfg)
+            check_early(cfg, self.session.tokenizer)
         except TypeError as error:
             raise InputError(str(error)) from error
         self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)

@@ -13,11 +13,11 @@ from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.request.fields import SOURCES, read_fields
 from jaxgen.core.request.inputs import row_ids
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import text_lines
 from jaxgen.errors import InputError, JaxgenWarning, check_whole, warn
+from jaxgen.json_file import parse_json
 from jaxgen.remote import is_url, read
+from jaxgen.utf8_text import text_lines
 
 # Fields of the output that would be confused with fields of the same name in the input.
 _RESERVED = ("tokens", "finish", "error", "logprobs", "sequence")

@@ -19,12 +19,10 @@ from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.run_batch_options import parse as parse_run_batch
 from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train
-from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
+from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning, one_line
 from jaxgen.progress import COMPILING
 
-SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # a message about a truncated file lists every missing tensor
-LINE_WIDTH = 1000  # values on the command line can be long
+SHOWN_PROBLEMS = 3  # a message about a truncated file lists every missing tensor
 _IN_A_LINE = re.compile(r"--input .+, line \d+: ")
 
 
@@ -102,7 +100,7 @@ def _explained(error: BaseException) -> int:
             return BROKEN_PIPE
         case OSError():
             name = f"{error.filename}: " if error.filename else ""
-            terminal.say("error", _one_line(f"{name}{error.strerror or error}", LINE_WIDTH))
+            terminal.say("error", one_line(f"{name}{error.strerror or error}"))
             _discard_stdout()
             return BAD_INPUT
         case KeyboardInterrupt():
@@ -185,21 +183,14 @@ def _shortened(error: JaxgenError) -> str:
     """Return the text of an error; for a `convert.CheckpointError`, only the first few problems."""
     problems = getattr(error, "problems", None)
     if problems is None:
-        return _one_line(_named(str(error)), LINE_WIDTH)
-    shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
-    more = len(problems) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
+        return _named(str(error))
+    more = len(problems) - SHOWN_PROBLEMS
+    return "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _named(text: str) -> str:
     """Return a message with flags instead of names of options, unless it is about a file, which contains names."""
     return text if "config.json" in text or _IN_A_LINE.match(text) else in_flags(text)
-
-
-def _one_line(text: str, width: int) -> str:
-    """Put `text` on one line; if it is longer than `width`, keep only its beginning and end."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
 def _discard_stdout() -> None:

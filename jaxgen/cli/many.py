@@ -18,13 +18,7 @@ import numpy as np
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile
 from jaxgen.cli.input_file import Line
-from jaxgen.cli.line_options import (
-    in_batches,
-    keys_of,
-    own_call,
-    prompt_options,
-    sizes_for,
-)
+from jaxgen.cli.line_options import in_batches
 from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
@@ -32,7 +26,8 @@ from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.generation import generate
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
-from jaxgen.core.output import GenerateOutput, failure_text
+from jaxgen.core.output import GenerateOutput
+from jaxgen.core.request.known_prompts import KnownPrompts
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many_prompts import by_prompt, ended, in_order
@@ -143,9 +138,9 @@ def _clock(seconds: float) -> str:
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
     """Return a compiled engine whose sizes depend on all lines of the input, even lines that already have answers."""
     cfg = session.cfg.reset(["slots"])
-    sizes = sizes_for(lines, cfg, session.tokenizer, _grammar(session), EngineSizes(slots=slots))
-    names = prompt_options(lines)
-    engine = Engine(session.params, cfg, session.key, sizes=sizes, tokenizer=session.tokenizer, prompt_options=names)
+    prompts = KnownPrompts(lines, cfg, session.tokenizer, in_engine=True)
+    sizes = {"sizes": prompts.sizes(_grammar(session), EngineSizes(slots=slots)), "prompt_options": prompts.options}
+    engine = Engine(session.params, cfg, session.key, tokenizer=session.tokenizer, **sizes)
     engine.warmup()
     return engine
 
@@ -184,26 +179,26 @@ def _in_batches(
 
     Batches are always formed from all `indices`, so that rounding is the same in a resumed run as in the first run.
     """
-    keys = None
+    keys, prompts = None, KnownPrompts(lines, session.cfg, session.tokenizer, in_engine=False)
     for batch in in_batches(lines, indices, batch_size):
         if not any(index in left for index in batch):
             continue
         part = [lines[index] for index in batch]
-        own = _of_batch(part[0], session)
+        own = _of_batch(prompts, part[0], session)
         if own.cfg.on("do_sample") and keys is None:
-            keys = keys_of(lines, session.key)
+            keys = prompts.keys(session.key)
         out = _generate(part, own, None if keys is None else keys[np.asarray(batch)])
         texts = session.tokenizer.decode_batch(out)
         copies = own.cfg.num_return_sequences
-        for place, index in enumerate(batch):
+        for position, index in enumerate(batch):
             if index in left:
-                rows = range(place * copies, (place + 1) * copies)
+                rows = range(position * copies, (position + 1) * copies)
                 yield index, [_of_row(lines[index], out, row, texts[row], own) for row in rows]
 
 
-def _of_batch(line: Line, session: Session) -> Session:
+def _of_batch(prompts: KnownPrompts, line: Line, session: Session) -> Session:
     """Return the session with the options that all lines of a batch set."""
-    own, kwargs = own_call(line, session.cfg, session.tokenizer), dict(session.generate_kwargs)
+    own, kwargs = prompts.call(line), dict(session.generate_kwargs)
     if own.grammar is not None:
         kwargs["prefix_allowed_tokens_fn"] = own.grammar
     return dataclasses.replace(session, cfg=own.cfg, generate_kwargs=kwargs)
@@ -228,9 +223,8 @@ def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Sessi
     if out.logprobs is not None:  # sliced in numpy, because jax would compile a program for each length
         logged = LogProbs(np.asarray(out.logprobs)[row, :count])  # pyright: ignore[reportArgumentType]
     sequence = row % session.cfg.num_return_sequences
-    return _entry(
-        line, Completion(0, sequence, line.ids, tokens, text, reason, logged, failure_text(reason, count)), session
-    )
+    done = Completion(0, sequence, line.ids, tokens, text, reason, logged, error=reason.failure)
+    return _entry(line, done, session)
 
 
 def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
@@ -238,7 +232,7 @@ def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
     entry = line.asked | ({"sequence": done.sequence} if line.sequences(session.cfg) > 1 else {})
     entry |= {"text": done.text or "", "tokens": len(done.tokens), "finish": done.stop_reason.name.lower()}
     if done.error is not None:
-        entry["error"] = in_flags(failure_text(done.stop_reason, len(done.tokens)) or done.error)
+        entry["error"] = in_flags(done.stop_reason.failure_after(len(done.tokens)) or done.error)
     if line.logged(session.cfg):
         logprobs = () if done.logprobs is None else np.asarray(done.logprobs.logprobs, np.float64).round(6).tolist()
         entry["logprobs"] = [

@@ -10,7 +10,7 @@ import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.request.memory import bytes_of_call
+from jaxgen.core.request.cache_memory import bytes_of_call
 from jaxgen.memory import REMEDY, check_free, size_text
 from jaxgen.programs import default_device
 

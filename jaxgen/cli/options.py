@@ -118,11 +118,11 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 def add_generation(command: arguments.Parser) -> None:
     """Add the options of `GenerationConfig`; alternatives such as max_length and max_new_tokens cannot be combined."""
-    titles = dict.fromkeys(option.title for option in OFFERED)
-    sections = {title: command.add_argument_group(title) for title in titles}
+    titles = dict.fromkeys(option.group for option in OFFERED)
+    sections = {title: command.add_argument_group(title.lower()) for title in titles}
     limits: dict[str, Any] = {}
     for option in OFFERED:
-        group = limits.get(option.instead_of) or sections[option.title]
+        group = limits.get(option.instead_of) or sections[option.group]
         if option.instead_of and option.instead_of not in limits:
             group = limits[option.name] = group.add_mutually_exclusive_group()
         letter = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []

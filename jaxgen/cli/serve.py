@@ -29,11 +29,11 @@ from jaxgen.core.scoring.pooling import Pooling
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError
+from jaxgen.serving.limits import Limits
 from jaxgen.version import __version__
 
 if TYPE_CHECKING:
     from jaxgen.serving.app import Service
-    from jaxgen.serving.limits import Limits
 
 _MOST_ANSWER = 2048  # default limit
 # How long a thread that parses a large request, say, may keep the interpreter lock while the engine's thread waits for
@@ -51,8 +51,9 @@ def serve(options: argparse.Namespace) -> None:
         source = open_model(options, list(dict(options.adapter or []).values()))
         host, port = listener.getsockname()[:2]
         names = [*options.allowed_host, options.host, host] if options.allowed_host else []
+        limits = {"body": options.max_body, "answer": options.max_answer, "in_flight": options.max_in_flight}
         own = {
-            "limits": _limits(options),
+            "limits": Limits(**limits, stored=options.response_store_bytes, seconds=options.timeout),
             "keys": options.api_key,
             "cors_origins": options.cors_origin or [],
             "allowed_hosts": names or ([host] if is_loopback(host) else []),
@@ -100,13 +101,6 @@ def tls_files(options: argparse.Namespace) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     """Return OpenSSL's name for an error, or what the operating system says."""
     return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-
-
-def _limits(options: argparse.Namespace) -> Limits:
-    from jaxgen.serving.limits import Limits
-
-    sizes = {"body": options.max_body, "answer": options.max_answer, "in_flight": options.max_in_flight}
-    return Limits(**sizes, stored=options.response_store_bytes, seconds=options.timeout)
 
 
 @contextlib.contextmanager
@@ -162,11 +156,11 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
     A request without a temperature uses the checkpoint's temperature, or 1 if the checkpoint does not sample.
     """
-    most = options.max_new_tokens or min(context, _MOST_ANSWER)
-    own: dict[str, Any] = {"max_new_tokens": min(most, context), "do_sample": True}
+    budget = options.max_new_tokens or min(context, _MOST_ANSWER)
+    fields: dict[str, Any] = {"max_new_tokens": min(budget, context), "do_sample": True}
     if not loaded.on("do_sample"):
-        own |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    return loaded.replace(**own, output_logprobs="logits", top_logprobs=options.max_logprobs)
+        fields |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return loaded.replace(**fields, output_logprobs="logits", top_logprobs=options.max_logprobs)
 
 
 @contextlib.contextmanager

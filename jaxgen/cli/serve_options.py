@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 
 from jaxgen import arguments
-from jaxgen.cli.size_options import add_size
-from jaxgen.core.request.running.engine_sizes import SIZES, EngineSizes
-from jaxgen.serving.keys import check_key
+from jaxgen.cli.size_options import SIZES, add_size
+from jaxgen.core.request.running.engine_sizes import EngineSizes
+from jaxgen.serving.api_keys import check_key
 from jaxgen.serving.limits import Limits
 
 # The default sizes of a service's engine. A prompt cannot be longer than the model's context, either.

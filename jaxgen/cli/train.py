@@ -25,7 +25,7 @@ from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.model.config import ModelConfig
-from jaxgen.core.request.inputs import check_vocabulary
+from jaxgen.core.request.inputs import row_ids
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.memory import check_free, size_text
@@ -137,7 +137,7 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
 
 
 def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
-    check_vocabulary([max(example.ids, default=0) for example in examples], model, str(file))
+    row_ids([max(example.ids, default=0) for example in examples], model, str(file))  # checks the ids
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
         raise InputError(f"{file}: no line has tokens to learn from among its first {width}: raise --width")

@@ -7,10 +7,9 @@ traced with the exact shapes of its arguments.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.cache import KVCache
 from jaxgen.core.output import GenerateOutput, cut_continuation, output, raise_failures
 from jaxgen.core.request.assistant import open_assistant
+from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.checks import check_call, extensions_of
 from jaxgen.core.request.driver import (
     RowStreamer,
@@ -39,7 +39,6 @@ from jaxgen.core.request.driver import (
 from jaxgen.core.request.gradients import without_gradient
 from jaxgen.core.request.healing import heal
 from jaxgen.core.request.inputs import is_traced
-from jaxgen.core.request.memory import check_call_memory
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.core.text.streaming import TextStreamer
 from jaxgen.errors import InputError
@@ -126,14 +125,21 @@ def _generate(
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
     if cfg.token_healing:
         inputs, allowed = heal(cfg, inputs, allowed, tokenizer)
-    with _allowed(allowed, cfg, eager=not traced) as (computed, calls):
-        extensions = dataclasses.replace(extensions, allowed=computed)
-        prepared = partial(prepare, params, cfg, inputs, extensions, assistant=draft)
-        if traced:
-            call = prepared(eager=False)
-            return output(call, loop.decode(call.run, call.request, call.mode))
+    calls = None
+    if not isinstance(allowed, TokenAutomaton | None):
+        calls = _host_calls(allowed, cfg, eager=not traced)
+        allowed = calls.pytree
+    extensions = dataclasses.replace(extensions, allowed=allowed)
+    prepared = partial(prepare, params, cfg, inputs, extensions, assistant=draft)
+    if traced:
+        call = prepared(eager=False)
+        return output(call, loop.decode(call.run, call.request, call.mode))
+    try:
         run = partial(_run, streamer=streamer, seconds=cfg.max_time, calls=calls)
         return run_fitting(partial(prepared, eager=True), run, streamer)
+    finally:
+        if calls is not None:
+            calls.close()
 
 
 @with_hints
@@ -193,23 +199,14 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
         )
 
 
-@contextlib.contextmanager
-def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield the automaton or function that computes the allowed tokens, and the function's `HostCalls` or None."""
-    if given is None or isinstance(given, TokenAutomaton):
-        yield given, None
-        return
+def _host_calls(given: Any, cfg: GenerationConfig, eager: bool) -> HostCalls:
+    """Return the `HostCalls` of a `prefix_allowed_tokens_fn` that is not an automaton."""
+    function: Any = given
     if not callable(given):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
-    check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
-    function: Any = given
+    check_arguments("prefix_allowed_tokens_fn", function, "row", "ids")
     # As in transformers, all beams of a prompt have the same `row`.
-    calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
-    try:
-        yield calls.pytree, calls
-    finally:
-        if eager:
-            calls.close()
+    return HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
 
 
 def _run(

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.core.decoding.continuation import Continuation
-from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.loop import Decoded
 from jaxgen.core.decoding.recording import LayerRecording
 from jaxgen.core.decoding.stop_reasons import FAILURES, StopReason
 from jaxgen.core.request.inputs import is_traced
 from jaxgen.core.request.prepare import Prepared
-from jaxgen.core.request.rounding import cut_prompts
 from jaxgen.errors import GenerationError, InputError
 
 T = TypeVar("T")
@@ -212,13 +210,7 @@ def raise_failures(out: GenerateOutput) -> None:
 
 def failure_of(out: GenerateOutput, row: int) -> str | None:
     """Return why a row could not continue, or None if it could."""
-    return failure_text(int(np.asarray(out.stop_reasons)[row]), int(np.asarray(out.lengths)[row]))
-
-
-def failure_text(reason: int, tokens: int) -> str | None:
-    """Return why a sequence could not continue after `tokens` generated tokens, or None if it could."""
-    text = FAILURES.get(StopReason(reason))
-    return text and f"cannot continue after {tokens} generated tokens: {text}"
+    return StopReason(int(np.asarray(out.stop_reasons)[row])).failure_after(int(np.asarray(out.lengths)[row]))
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
@@ -228,7 +220,8 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
     """
     eager = isinstance(prepared.ids, np.ndarray) and isinstance(prepared.mask, np.ndarray) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
-    decoded = _cut_prompts(prepared, decoded)
+    if prepared.has_more_prompts:
+        decoded = _cut_prompts(prepared, decoded)
     rows, new_tokens = decoded.lengths.shape[0], prepared.new_tokens
 
     def on_host(x: Any) -> Any:
@@ -243,13 +236,20 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
     def cut(x: jax.Array) -> jax.Array:
         return x if x.shape[1] == new_tokens else to_array(on_host(x)[:, :new_tokens])
 
-    def layers(record: LayerRecording, tokens: int | None) -> LayerRecording:
+    def layers(record: LayerRecording | None, tokens: int | None) -> LayerRecording | None:
+        if record is None:
+            return None
         trimmed = jax.tree.map(on_host, record).trim(prepared.width, new_tokens, tokens)
         return jax.tree.map(to_array, trimmed)
 
-    recording, logprobs = decoded.recording, jax.tree.map(cut, decoded.logprobs or LogProbs(None))
-    scores, logits = jax.tree.map(steps_first, (recording.scores, recording.logits))
-    attentions, hidden = recording.attentions, recording.hidden_states
+    records: dict[str, Any] = {}
+    if (recording := decoded.recording) is not None:
+        records["scores"], records["logits"] = jax.tree.map(steps_first, (recording.scores, recording.logits))
+        records["attentions"] = layers(recording.attentions, new_tokens)
+        records["hidden_states"] = layers(recording.hidden_states, None)
+    if (logprobs := decoded.logprobs) is not None:
+        for name in ("logprobs", "top_logprobs", "top_tokens"):
+            records[name] = jax.tree.map(cut, getattr(logprobs, name))
     lengths = on_host(decoded.lengths)
     return GenerateOutput(
         sequences=with_prompt(prepared.ids, on_host(decoded.tokens)[:, :new_tokens]),
@@ -260,25 +260,17 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         beam_indices=jax.tree.map(cut, decoded.beam_indices),
         drafted=decoded.drafted,
         accepted=decoded.accepted,
-        scores=scores,
-        logits=logits,
-        logprobs=logprobs.logprobs,
-        top_logprobs=logprobs.top_logprobs,
-        top_tokens=logprobs.top_tokens,
-        attentions=None if attentions is None else layers(attentions, new_tokens),
-        hidden_states=None if hidden is None else layers(hidden, None),
         cache=decoded.continuation,
         prompt_width=prepared.ids.shape[1],
+        **records,
     )
 
 
 def _cut_prompts(prepared: Prepared, decoded: Decoded) -> Decoded:
     """Drop the rows of additional prompts."""
-    if not prepared.has_more_prompts:
-        return decoded
     continuation = decoded.continuation and cut_continuation(prepared, decoded.continuation)
     decoded = dataclasses.replace(decoded, continuation=None)
-    decoded = jax.device_put(cut_prompts(decoded, prepared.prompts, prepared.run.sizes.prompts))
+    decoded = jax.device_put(prepared.cut(decoded))
     return dataclasses.replace(decoded, continuation=continuation)
 
 
@@ -286,6 +278,5 @@ def cut_continuation(prepared: Prepared, continuation: Continuation) -> Continua
     """Drop the rows of additional prompts, except in the keys and values, which would have to be copied."""
     if not prepared.has_more_prompts:
         return continuation
-    small = continuation.tokens, continuation.count
-    tokens, count = jax.device_put(cut_prompts(small, prepared.prompts, prepared.run.sizes.prompts))
+    tokens, count = jax.device_put(prepared.cut((continuation.tokens, continuation.count)))
     return dataclasses.replace(continuation, tokens=tokens, count=count)

@@ -19,9 +19,9 @@ from jaxgen.core.config.availability import refuse_argument, refuse_unavailable
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.request.assistant import open_assistant
+from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.checks import check_call, extensions_of
 from jaxgen.core.request.driver import compile_for, run_fitting
-from jaxgen.core.request.memory import check_call_memory
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.errors import InputError
 from jaxgen.progress import progress_bar

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 
-from jaxgen.core.config.availability import refuse_argument
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.hook import StepHook
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.request.prompt import Prompt
-from jaxgen.core.request.running.engine_sizes import SIZES, EngineSizes
+from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.core.request.running.plan import plan_of
 from jaxgen.core.request.running.schedule import Counts
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.processes import Processes
-from jaxgen.engine.results import Event, EventReader, Handle, QueueFull, Results
+from jaxgen.engine.results import Event, EventReader, Handle, PromptResults, QueueFull
 from jaxgen.engine.runner import Runner
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError
 from jaxgen.progress import progress_bar
 
 
@@ -79,29 +76,29 @@ class Engine:
         hook: StepHook | None = None,
         **own_sizes: int | None,
     ):
-        sizes = _sizes(sizes, own_sizes)
-        self.cfg, self.tokenizer, self.sizes = cfg, tokenizer, sizes
-        self.slots, self.prompt_width = sizes.slots, sizes.prompt_width
-        self.id_entries, self.most_waiting = sizes.id_entries, sizes.most_waiting
         self._plan = plan = plan_of(
             params,
             cfg,
             key,
-            sizes,
+            sizes=sizes,
             tokenizer=tokenizer,
             prompt_options=prompt_options,
             stop_in_prompt=stop_in_prompt,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             hook=hook,
+            **own_sizes,
         )
-        self.prompts, self._schedule = plan.prompts, plan.schedule()
+        self.cfg, self.tokenizer, self.sizes = cfg, tokenizer, plan.sizes
+        self.slots, self.prompt_width = self.sizes.slots, self.sizes.prompt_width
+        self.id_entries, self.most_waiting = self.sizes.id_entries, self.sizes.most_waiting
+        self.prompts, self._schedule = plan.prompts, plan.schedule
         processes = None
-        if plan.is_shared:
+        if plan.mesh is not None and plan.mesh.is_multi_process:
             processes = Processes(self._schedule.no_arrivals(), self._schedule.joint, plan.identity)
-        params = plan.open(params, self._schedule)
+        params = plan.open(params)
         self._leads = processes is None or jax.process_index() == 0
-        self._runner = Runner(self, plan, self._schedule, processes, self._leads, params)
+        self._runner = Runner(self, plan, processes, self._leads, params)
         self._home, self._changed = self._runner.home, self._runner.changed
 
     @property
@@ -187,7 +184,7 @@ class Engine:
         with self._changed:
             self._wait_for_space(timeout)
             self._schedule.add(job)
-            job.results = Results(job.prompt, listener)
+            job.results = PromptResults(job.prompt, listener)
             self._changed.notify_all()
         return Handle(job.results, self.tokenizer, self._runner.canceller(job), self._home)
 
@@ -202,7 +199,7 @@ class Engine:
 
     def check_grammar(self, automaton: TokenAutomaton) -> None:
         """Raise an `InputError` if an automaton is larger than the engine's table of grammars allows."""
-        self._plan.check_grammar(automaton)
+        self._schedule.tables["allowed"].fits(automaton)
 
     def pause(self, finish: bool = False) -> None:
         """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.
@@ -303,13 +300,3 @@ class Engine:
         # thread has ended before blocks in generators are left.
         if not self._runner.is_exiting and self._home.is_this_process:
             self.close(drain=error is None)
-
-
-def _sizes(sizes: EngineSizes | None, own_sizes: dict[str, Any]) -> EngineSizes:
-    """Return `sizes` with some fields replaced; raise an error if a field does not exist or a size is invalid."""
-    if not isinstance(sizes, EngineSizes | None):
-        raise TypeError(f"sizes must be an EngineSizes, got {shown(sizes)}")
-    for name in own_sizes:
-        if name not in SIZES:
-            refuse_argument("Engine", name, [*SIZES, *inspect.signature(Engine).parameters][:-1])
-    return dataclasses.replace(sizes or EngineSizes(), **own_sizes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.stop_reasons import StopReason
-from jaxgen.core.request.fields import as_fields, refuse_unknown
+from jaxgen.core.request.fields import known_fields
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
@@ -126,9 +126,8 @@ def ended(engine: Engine, prompts: Iterable[Any]) -> Iterator[tuple[int, Complet
         return position, handle.completion(number), not left
 
     for position, prompt in enumerate(prompts):
-        fields = {"index": position, **as_fields(prompt)}
         try:
-            refuse_unknown(fields)
+            fields = {"index": position, **known_fields(prompt)}
         except ConfigError as error:
             raise ConfigError(f"prompt {position}: {error}") from error
         try:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.core.decoding.logprobs import LogProbs
-from jaxgen.core.decoding.stop_reasons import FAILURES, StopReason
+from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.prompt import Prompt
 from jaxgen.core.text.streaming import TextStream
 from jaxgen.core.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class _Answer:
     versions: list[int] = dataclasses.field(default_factory=list)
 
 
-class Results:
+class PromptResults:
     """The results of a prompt so far, which the engine writes and the prompt's handle reads.
 
     Attributes:
@@ -188,7 +188,7 @@ class Handle:
     the end. Several threads can iterate and wait at the same time.
     """
 
-    def __init__(self, results: Results, tokenizer: Tokenizer | None, cancel: Callable[[], object], home: Home):
+    def __init__(self, results: PromptResults, tokenizer: Tokenizer | None, cancel: Callable[[], object], home: Home):
         self._results, self._tokenizer, self._cancel, self._home = results, tokenizer, cancel, home
 
     @property
@@ -234,8 +234,7 @@ class Handle:
         """
         if not self._wait("result", lambda: self.done, timeout):
             raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")
-        if self.failure is not None:
-            raise self.failure
+        self._raise_failure()
         return self.completions()
 
     def _wait(self, name: str, ready: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -268,7 +267,7 @@ class Handle:
             text=None if self._tokenizer is None else self._tokenizer.decode(tokens),
             stop_reason=answer.reason,
             logprobs=_logprobs(answer.columns, prompt),
-            error=FAILURES.get(answer.reason),
+            error=answer.reason.failure,
             versions=tuple(answer.versions),
             cached_tokens=self.cached_tokens,
             metadata=prompt.metadata,
@@ -279,42 +278,40 @@ class Handle:
 
         In `on_event`, the events so far are yielded, and then an `InputError` is raised, to avoid a deadlock.
         """
-        reader, seen = EventReader(self._tokenizer), 0
-        while True:
+        reader, seen, done = EventReader(self._tokenizer), 0, False
+        while not done:
             self._wait(_NEXT, lambda seen=seen: len(self._results.events) > seen or self.done)
-            done, new = self.done, self._results.events[seen:]  # in this order, because an event comes before the end
-            seen += len(new)
-            for event in new:
+            done = self.done  # read before the events, because an event comes before the end
+            for event in self._results.events[seen:]:
+                seen += 1
                 yield reader.read(event)
-            if done:
-                break
-        if self.failure is not None:
-            raise self.failure
+        self._raise_failure()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yield the same events as the synchronous iteration."""
-        reader, seen = EventReader(self._tokenizer), 0
+        reader, seen, done = EventReader(self._tokenizer), 0, False
         waiter = asyncio.get_running_loop(), asyncio.Event()
         if not self.done:
             self._home.check()
             with self._results.changed:
                 self._results.waiters.add(waiter)
         try:
-            while True:
+            while not done:
                 waiter[1].clear()
-                done, new = self.done, self._results.events[seen:]
-                seen += len(new)
-                for event in new:
+                done, before = self.done, seen
+                for event in self._results.events[seen:]:
+                    seen += 1
                     yield reader.read(event)
-                if done:
-                    break
-                if not new:
+                if not done and seen == before:
                     self._check_wait(_NEXT)
                     await waiter[1].wait()
         finally:
             if waiter in self._results.waiters:
                 with self._results.changed:
                     self._results.waiters.discard(waiter)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
 

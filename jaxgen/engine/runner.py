@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.running.plan import Plan
-from jaxgen.core.request.running.schedule import Job, Pace, Schedule
+from jaxgen.core.request.running.schedule import Job
 from jaxgen.engine.home import EngineClosed, Home
 from jaxgen.engine.processes import Action, ChunkPlan, Processes
 
@@ -32,8 +32,7 @@ class Runner:
 
     Args:
         engine: the engine, to which the runner keeps only a weak reference.
-        plan: the plan of the loop.
-        schedule: the prompts.
+        plan: the loop.
         processes: the connection to the other processes; None if there are none.
         leads: True in the process that plans the chunks.
         params: the parameters.
@@ -55,16 +54,14 @@ class Runner:
         self,
         engine: Any,
         plan: Plan,
-        schedule: Schedule,
         processes: Processes | None,
         leads: bool,
         params: Any,
     ):
-        self.schedule, self._device, self._processes = schedule, plan.device, processes
-        self._leads = leads
+        self.schedule, self._device, self._pace = plan.schedule, plan.device, plan.pace
+        self._processes, self._leads = processes, leads
         self.changed = threading.Condition()
         self.weights, self.version = {0: params}, 0
-        self._pace = Pace(plan.loop.steps)
         self._delivering: list[Job] = []  # the prompts whose results are being delivered
         self.is_open, self.has_ended = True, False
         self.paused = self.in_flight = self.warming = self.is_exiting = False

@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.config.tables import eos_list
-from jaxgen.core.scoring.many import score_many
+from jaxgen.core.scoring.score_many import score_many
 from jaxgen.core.text.chat_template import continued
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.engine.many_prompts import generate_many
@@ -173,18 +173,18 @@ class JaxgenLM(TemplateLM):
 
     def _read(self, context: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return a prompt for `generate_many`, and the strings at which to cut its answer."""
-        given: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
-        stops = [text for text in handle_stop_sequences(given.pop("until", None), self._eos_text) if text]
-        most = given.pop("max_gen_toks")
-        if most >= self.max_length:
-            raise InputError(f"an answer of {most} tokens leaves no room for context: max_length is {self.max_length}")
-        if not given.get("do_sample"):
-            given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
-        for name in given:
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        stops = [text for text in handle_stop_sequences(kwargs.pop("until", None), self._eos_text) if text]
+        size = kwargs.pop("max_gen_toks")
+        if size >= self.max_length:
+            raise InputError(f"an answer of {size} tokens leaves no room for context: max_length is {self.max_length}")
+        if not kwargs.get("do_sample"):
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("temperature", "top_p", "top_k")}
+        for name in kwargs:
             if name not in OPTIONS or name == "max_length":
                 remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
                 raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
-        ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
+        ids = self.tok_encode(context)[-(self.max_length - size) :] or [self.prefix_token_id]
         # The eos token itself ends an answer, so its text does not have to be a stop string.
         texts = [text for text in stops if text != self._eos_text]
-        return {"ids": ids, "max_new_tokens": most, "stop_strings": texts or None, **given}, stops
+        return {"ids": ids, "max_new_tokens": size, "stop_strings": texts or None, **kwargs}, stops

@@ -19,7 +19,6 @@ from convert.hf import load_shapes
 from jaxgen import arguments
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
 from jaxgen.cli.options import add_generation, generation_fields, in_flags
-from jaxgen.core.flat_call import flat_params
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import JaxgenError, JaxgenWarning, one_line
 from jaxgen.export.file import read_description, summary
@@ -115,7 +114,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     programs.save(options.out)
     if options.weights is not None:
-        save_file({name: np.asarray(x) for name, x in flat_params(params).items()}, options.weights)
+        save_file({name: np.asarray(x) for name, x in programs.params(params).items()}, options.weights)
 
 
 if __name__ == "__main__":

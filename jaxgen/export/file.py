@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import export
 
-from jaxgen.core.flat_call import flat_params
+from jaxgen.core.request.flat_call import flat_params
 from jaxgen.errors import InputError
 
 DESCRIPTION, INPUTS = "description.json", "inputs.npz"

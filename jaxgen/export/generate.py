@@ -11,12 +11,14 @@ from jax import export
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.decoding.hook import StepHook
-from jaxgen.core.flat_call import flat_call
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
+from jaxgen.core.output import output
+from jaxgen.core.request.flat_call import flat_call, flatten
 from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms
 from jaxgen.export.lowering import PLATFORMS, check_platforms, description, exported
 
+_NOT_RETURNED = ("cache", "prompt_width")
 # Arguments of `generate` that cannot be exported, and the reasons.
 _REFUSED = {
     "streamer": "it is called on the host while tokens are generated: use generate itself",
@@ -72,9 +74,14 @@ def export_generate(
     own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
     own |= {"tokenizer": tokenizer, "hook": hook}
     call = flat_call(params, cfg, (prompts, prompt_width), prefix_allowed_tokens_fn, **own)
-    program = exported(call.run, platforms, call.params, call.inputs)
+
+    def run(params: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        out = output(*call.run(params, inputs))
+        return flatten({name: value for name, value in vars(out).items() if name not in _NOT_RETURNED})
+
+    program = exported(run, platforms, call.params, call.inputs)
     outputs = jax.tree.unflatten(program.out_tree, program.out_avals)
-    details = description(params, cfg, call.inputs, outputs, program)
+    details = description(call, cfg, outputs, program)
     return ExportedPrograms(details, call.values, {"generate": program})
 
 

@@ -14,7 +14,7 @@ from jax import export
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.decoding.stop_reasons import StopReason
-from jaxgen.core.flat_call import KEYS, flat_params
+from jaxgen.core.request.flat_call import FlatCall
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.export.file import FORMAT, forms
 from jaxgen.version import __version__
@@ -91,35 +91,33 @@ def _callbacks(jaxpr: Any) -> set[str]:
     return found
 
 
-def description(
-    params: Any, cfg: GenerationConfig, inputs: dict[str, Any], outputs: Any, program: export.Exported
-) -> dict[str, Any]:
+def description(call: FlatCall, cfg: GenerationConfig, outputs: Any, program: export.Exported) -> dict[str, Any]:
     """Return a description of an exported `generate`.
 
     Args:
-        params: the parameters, or their shapes.
+        call: the call.
         cfg: the options.
-        inputs: the shapes of the inputs by name.
         outputs: the shapes of the outputs by name.
         program: the exported program.
     """
+    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
     return {
         "format": FORMAT,
         "kind": "generate",
         "model": f"{cfg.model.model_type}, {cfg.model.dtype}, {cfg.model.num_hidden_layers} layers",
         "mode": cfg.mode,
-        "options": {name: str(value) for name, value in _static(cfg, inputs)},
+        "options": {name: str(value) for name, value in _static(cfg, call.inputs)},
         "programs": {"generate": "(params, inputs) -> outputs"},
         "platforms": list(program.platforms),
         "devices": program.nr_devices,
         "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": __version__},
         "calling_convention_version": program.calling_convention_version,
         "loads_with": f"jaxlib from 3 weeks before to 6 months after the release of {version('jaxlib')}",
-        "random": f"{KEYS}, jax_threefry_partitionable={getattr(jax.config, 'jax_threefry_partitionable', True)}",
+        "random": f"{call.key_impl}, jax_threefry_partitionable={partitionable}",
         "stop_reasons": {reason.name: int(reason) for reason in StopReason},
-        "inputs": forms(inputs),
+        "inputs": forms(call.inputs),
         "outputs": forms(outputs),
-        "params": forms(flat_params(params)),
+        "params": forms(call.params),
     }
 
 

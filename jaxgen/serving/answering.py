@@ -18,14 +18,14 @@ from starlette.requests import ClientDisconnect, Request
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.prompt import Prompt
-from jaxgen.core.scoring.text import score
+from jaxgen.core.scoring.score import score
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError
 from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.embeddings import Embedder
-from jaxgen.serving.grammars import CompiledGrammar, Grammars, Wanted
+from jaxgen.serving.grammars import CompiledGrammar, Grammars, GrammarSource
 from jaxgen.serving.http_errors import NO_RETRY, ApiError
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
@@ -33,9 +33,9 @@ from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.protocol import Common, StreamOptions
 from jaxgen.serving.replies import Replies
 from jaxgen.serving.requests import Asked
-from jaxgen.serving.response_records import Event, Item
+from jaxgen.serving.response_records import Item
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
-from jaxgen.serving.response_writer import ResponseWriter
+from jaxgen.serving.response_writer import Event, ResponseWriter
 from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.sizes import Size, Sizes
 from jaxgen.serving.stream import disconnected
@@ -105,8 +105,8 @@ class Answering:
         pool = self.pool_for(arrival.account.bytes)
         asked, size = await in_thread(pool, self._read, request, read, adapter, repeated, copies)
         arrival.account.add(self._sizes.memory(size, bool(request.stream)))
-        if asked.wanted is not None:
-            grammar = await self._grammar(asked.wanted, arrival.group)
+        if asked.source is not None:
+            grammar = await self._grammar(asked.source, arrival.group)
             prompts = [self._engine.prompts.following(prompt, grammar.automaton) for prompt in asked.prompts]
             asked = dataclasses.replace(asked, prompts=prompts, left_out=grammar.left_out)
         self._metrics.observe("request_params_n", asked.sequences)
@@ -124,13 +124,11 @@ class Answering:
         asked = read(request, adapter)
         return asked, self._sizes.of(request, asked, repeated, copies)
 
-    async def _grammar(self, wanted: Wanted, group: Hashable) -> CompiledGrammar:
+    async def _grammar(self, source: GrammarSource, group: Hashable) -> CompiledGrammar:
         try:
-            return await self.grammars.get(wanted, group)
+            return await self.grammars.get(source, group)
         except InputError as error:
-            if wanted.field is None:
-                raise
-            raise ApiError(400, f"{wanted.field}: {error}", wanted.field) from error
+            raise ApiError(400, f"{source.field}: {error}", source.field) from error
 
     async def submit(self, live: Live) -> None:
         """Submit the prompts of a request, unless nothing is to be generated."""
@@ -173,7 +171,7 @@ class Answering:
         deltas = dict([pair async for group in self.deltas(answers, live) for pair in group])
         choices = [(answer, deltas[choice]) for choice, answer in enumerate(answers)]
         usage = replies.usage(answers, live.cached_tokens)
-        write = functools.partial(replies.whole, choices, usage, scored, live.size.most)
+        write = functools.partial(replies.whole, choices, usage, scored, live.size.limit)
         return write() if live.size.total < LARGE else await in_thread(self.large, write)
 
     async def chunks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -20,13 +21,13 @@ from jaxgen.core.scoring.pooling import Pooling
 from jaxgen.engine.engine import Engine
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.answering import LARGE, Answering
+from jaxgen.serving.api_keys import Keys
 from jaxgen.serving.arrival import Arrival
 from jaxgen.serving.doors import Doors, check_json
 from jaxgen.serving.embeddings import Embedder, EmbeddingRequest
 from jaxgen.serving.exchange import Sending, receive_body
 from jaxgen.serving.http_errors import ApiError, about, api_error, renaming
 from jaxgen.serving.in_flight import Account, BytesInFlight
-from jaxgen.serving.keys import Keys
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
@@ -43,17 +44,19 @@ from jaxgen.serving.protocol import (
     decode,
 )
 from jaxgen.serving.replies import Replies
+from jaxgen.serving.reply_records import DetokenizedText, ModelCard, ModelList, Tokens, Version
 from jaxgen.serving.requests import Asked, Reader
 from jaxgen.serving.response_input import RENAMED, chat_request, conversation, read_request, references
 from jaxgen.serving.response_records import Deleted, Item
 from jaxgen.serving.response_store import ResponseStore
-from jaxgen.serving.response_stream import ResponseStream
 from jaxgen.serving.response_writer import ResponseWriter, new_response
 from jaxgen.serving.scored import TokenTexts
 from jaxgen.serving.stream import EventStream
 from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
+# The name in errors of a field that has two names, and the other name
+_COMPLETION_TOKENS = re.compile(r"\bmax_tokens\b"), "max_completion_tokens"
 _TOKEN = 200  # approximate size of a token in an answer of /tokenize
 _COPIES = 5  # number of times that a response of the Responses API, with its events, contains its text
 _ALTERNATIVES = 5  # number of most likely tokens that the page shows for each token
@@ -151,12 +154,12 @@ class Service:
         middleware = [doors, Middleware(PlainPaths)]
         if self._origins:
             # The headers are not limited, because OpenAI's clients send their own.
-            own: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "allow_origins": self._origins,
                 "allow_headers": ["*"],
                 "allow_methods": ["GET", "POST", "DELETE"],
             }
-            cors = Middleware(CORSMiddleware, **own, expose_headers=["retry-after", "x-should-retry"])
+            cors = Middleware(CORSMiddleware, **options, expose_headers=["retry-after", "x-should-retry"])
             middleware.insert(0, cors)
         handlers: Any = {HTTPException: self._not_found}
         return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers=handlers)
@@ -177,7 +180,7 @@ class Service:
 
         async def handle(request: Request) -> Any:
             group = self._group(request)
-            account = self._in_flight.account(group)
+            account = Account(self._in_flight, group)
             request.state.arrival = Arrival(time.monotonic(), self._limits.seconds, group, account)
             try:
                 self._check_key(request)
@@ -226,6 +229,11 @@ class Service:
         body = await receive_body(http, self._limits, http.state.arrival.account)
         return read(body) if len(body) < LARGE else await in_thread(self._answering.large, read, body)
 
+    async def _in_thread(self, http: Request, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the threads for requests of this size; stop waiting if the client disconnects."""
+        pool = self._answering.pool_for(http.state.arrival.account.bytes)
+        return await self._answering.until_left(http, in_thread(pool, function, *arguments))
+
     def _named(self, name: str | None) -> str:
         """Return the name of the model or adapter that a request is for."""
         name = name or self._name
@@ -242,7 +250,8 @@ class Service:
     async def _answer(self, http: Request, kind: type[Common], read: Callable[[Any, int], Asked]) -> Any:
         """Return the answer to a request, or a stream that sends the answer."""
         request = await self._read(http, lambda body: decode(body, kind))
-        with renaming(request.renamed):
+        names = [] if getattr(request, "max_completion_tokens", None) is None else [_COMPLETION_TOKENS]
+        with renaming(names):
             live = await self._begin(http, request, read)
         replies = Replies(request, live.asked, self._named(request.model), self._fingerprint, self._texts)
         if request.stream:
@@ -271,15 +280,14 @@ class Service:
             items = conversation(request, previous, stored)
             return items, chat_request(request, items)
 
-        reading = in_thread(self._answering.pool_for(account.bytes), read)
-        items, chat = await self._answering.until_left(http, reading)
+        items, chat = await self._in_thread(http, read)
         with renaming(RENAMED):
             live = await self._begin(http, chat, self._reader.chat, repeated=repeated, copies=_COPIES)
         writer = ResponseWriter(new_response(request, model, self._reader.cfg), self._texts, live.asked)
         events = self._answering.response_events(writer, live, items, self._responses)
         if request.stream:
             await self._answering.submit(live)
-            return ResponseStream(writer, events, live, self._limits, self.metrics)
+            return EventStream(events, live, self._limits, self.metrics, writer.fail, b"")
         await self._answering.until_left(http, self._answering.exhaust(events, live), live)
         return writer.response
 
@@ -296,8 +304,7 @@ class Service:
     async def _embeddings(self, http: Request) -> Any:
         request = await self._read(http, lambda body: decode(body, EmbeddingRequest))
         model, account = self._named(request.model), http.state.arrival.account
-        reading = in_thread(self._answering.pool_for(account.bytes), self._embedder.read, request)
-        rows = await self._answering.until_left(http, reading)
+        rows = await self._in_thread(http, self._embedder.read, request)
         account.add(self._embedder.answer_bytes(request, len(rows), self._limits.answer))
         tokens = sum(map(len, rows))
         self.metrics.count("prompt_tokens_total", tokens)
@@ -307,24 +314,21 @@ class Service:
         return self._embedder.answer(request, vectors, tokens, model)
 
     async def _models(self, _: Request) -> Any:
-        return {"object": "list", "data": [self._card(name) for name in self._adapters]}
+        return ModelList(data=[self._card(name) for name in self._adapters])
 
     async def _model(self, request: Request) -> Any:
         return self._card(self._named(request.path_params["name"]))
 
-    def _card(self, name: str) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "jaxgen"}
-        card |= {"max_model_len": self._context}
-        return card if name == self._name else card | {"parent": self._name}
+    def _card(self, name: str) -> ModelCard:
+        parent = msgspec.UNSET if name == self._name else self._name
+        return ModelCard(id=name, created=self._created, max_model_len=self._context, parent=parent)
 
     async def _tokenize(self, request: Request) -> Any:
         asked = await self._read(request, lambda body: decode(body, TokenizeRequest))
         self._named(asked.model)
-        account: Account = request.state.arrival.account
-        work = in_thread(self._answering.pool_for(account.bytes), self._tokens, asked, account)
-        return await self._answering.until_left(request, work)
+        return await self._in_thread(request, self._tokens, asked, request.state.arrival.account)
 
-    def _tokens(self, asked: TokenizeRequest, account: Account) -> dict[str, Any]:
+    def _tokens(self, asked: TokenizeRequest, account: Account) -> Tokens:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "pass either prompt or messages")
         if asked.prompt is None:
@@ -334,20 +338,24 @@ class Service:
         else:
             ids = self._reader.encoder.encode(asked.prompt, "prompt", asked.add_special_tokens)
         account.add(_TOKEN * len(ids))
-        body = {"count": len(ids), "max_model_len": self._context, "tokens": ids}
-        return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
+        texts = list(map(self._texts.text, ids)) if asked.return_token_strs else msgspec.UNSET
+        return Tokens(count=len(ids), max_model_len=self._context, tokens=ids, token_strs=texts)
 
     async def _detokenize(self, request: Request) -> Any:
         asked = await self._read(request, lambda body: decode(body, DetokenizeRequest))
         self._named(asked.model)
-        account: Account = request.state.arrival.account
-        work = in_thread(self._answering.pool_for(account.bytes), self._text, asked, account)
-        return {"prompt": await self._answering.until_left(request, work)}
+        text = await self._in_thread(request, self._text, asked, request.state.arrival.account)
+        return DetokenizedText(prompt=text)
 
     def _text(self, asked: DetokenizeRequest, account: Account) -> str:
+        vocab = self._reader.cfg.model.vocab_size
+        for index, token in enumerate(asked.tokens):
+            if token >= vocab:
+                where = f"tokens[{index}]"
+                raise ApiError(400, f"{where} is {token}, but the ids of the vocabulary are 0 to {vocab - 1}", where)
         size = sum(len(self._texts.bytes(token)) for token in asked.tokens)
-        if size > (most := self._limits.answer):
-            raise ApiError(400, f"tokens have {size:,} bytes of text, but at most {most:,} are accepted", "tokens")
+        if size > (limit := self._limits.answer):
+            raise ApiError(400, f"tokens have {size:,} bytes of text, but at most {limit:,} are accepted", "tokens")
         account.add(2 * size)
         return self._reader.tokenizer.decode(asked.tokens, False)
 
@@ -359,7 +367,7 @@ class Service:
         return Response(status_code=200 if self.is_open else 503)
 
     async def _version(self, _: Request) -> Response:
-        return _json(200, {"version": __version__})
+        return _json(200, Version(version=__version__))
 
     async def _openapi(self, _: Request) -> Response:
         return Response(openapi(bool(self._keys)), media_type="application/json")

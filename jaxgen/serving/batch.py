@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
-from jaxgen.core.text.utf8_text import text_lines
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import decode
+from jaxgen.utf8_text import text_lines
 
 # The service's paths that a line may name. The body and the answer are those of the path.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -121,13 +121,13 @@ async def _each(
 
 async def _post(app: ASGIApp, index: int, request: BatchRequest) -> tuple[int, int, bytes]:
     """Call the application as a server would for a POST request."""
-    given = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
+    messages = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
     sent: list[Any] = []
 
     async def receive() -> Any:
-        if not given:
+        if not messages:
             await asyncio.get_running_loop().create_future()  # this client waits for its answer
-        return given.pop()
+        return messages.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)

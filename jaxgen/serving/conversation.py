@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, JaxgenError, bare, shown
+from jaxgen.json_file import parse_json
 from jaxgen.serving.formats.format import Format
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.protocol import ChatMessage, PastCall
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-_REFUSED = {"audio": "leave it out", "function_call": "use tool_calls", "prefix": "use continue_final_message"}
 _PARTS = ("text", "refusal", "thinking")  # a part's type is also the name of the field with its text
 
 
@@ -32,9 +31,6 @@ def read_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _checked(message: ChatMessage, where: str) -> ChatMessage:
-    for key, advice in _REFUSED.items():
-        if getattr(message, key):
-            raise InputError(f"{where}.{key} is not supported: {advice}")
     if message.role == "function":
         raise InputError(f'{where}.role is function, which is deprecated: use the role "tool"')
     for key, only in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
@@ -42,9 +38,6 @@ def _checked(message: ChatMessage, where: str) -> ChatMessage:
             raise InputError(f"{where}.{key} needs the role {only}; the role is {shown(message.role)}")
     if message.role == "tool" and message.tool_call_id is None:
         raise InputError(f"{where}.tool_call_id is missing")
-    for number, call in enumerate(message.tool_calls or []):
-        if call.type not in ("function", None):
-            raise InputError(f"{where}.tool_calls[{number}].type must be 'function', got {shown(call.type)}")
     texts = {
         "text": message.content,
         "refusal": message.refusal,
@@ -59,7 +52,7 @@ def _checked(message: ChatMessage, where: str) -> ChatMessage:
             if (text := getattr(part, part.type)) is None:
                 raise InputError(f"{where}.content[{number}].{part.type} is missing")
             parts.setdefault(part.type, []).append(text)
-        texts |= {kind: (texts[kind] or "") + "".join(own) for kind, own in parts.items()}
+        texts |= {kind: (texts[kind] or "") + "".join(pieces) for kind, pieces in parts.items()}
     content = texts["text"] if texts["text"] is not None else texts["refusal"]
     if content is None and message.role != "assistant":
         raise InputError(f"{where}.content must be a string or a list of text parts, got null")
@@ -92,8 +85,8 @@ def dialect_of(render: Render) -> Dialect:
     The first form in which the calls appear in the text is chosen, so that no call is dropped.
     """
     for objects, empty in itertools.product((True, False), ("", None)):
-        given = {"probe": "sample"} if objects else '{"probe": "sample"}'
-        calls = [_probe("first_probe", given)]
+        arguments = {"probe": "sample"} if objects else '{"probe": "sample"}'
+        calls = [_probe("first_probe", arguments)]
         if not _shows(render, [_said(empty, calls)], "first_probe", "sample"):
             continue
         return Dialect(
@@ -102,7 +95,7 @@ def dialect_of(render: Render) -> Dialect:
             _shows(render, [_said(empty, [_probe("first_probe", '{"probe": "sam')])], "first_probe", "sam"),
             _shows(render, [_said("Two birds.", calls)], "Two birds.", "first_probe")
             or not _shows(render, [_said("Two birds."), _said(empty, calls), *_LATER], "Two birds.", "first_probe"),
-            _shows(render, [_said(empty, [*calls, _probe("second_probe", given)])], "first_probe", "second_probe"),
+            _shows(render, [_said(empty, [*calls, _probe("second_probe", arguments)])], "first_probe", "second_probe"),
         )
     return Dialect(writes=False)
 
@@ -142,10 +135,10 @@ def template_messages(messages: Sequence[ChatMessage], dialect: Dialect, form: F
     """
     if not dialect.parallel:
         messages = list(_one_call_each(messages))
-    return [given for message in messages for given in _given(message, dialect, form)]
+    return [turn for message in messages for turn in _turns(message, dialect, form)]
 
 
-def _given(message: ChatMessage, dialect: Dialect, form: Format) -> Iterator[dict[str, Any]]:
+def _turns(message: ChatMessage, dialect: Dialect, form: Format) -> Iterator[dict[str, Any]]:
     read: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     read["content"] = message.content if isinstance(message.content, str) else ""
     if message.name is not None:
@@ -172,22 +165,22 @@ def _call(call: PastCall, dialect: Dialect, form: Format) -> dict[str, Any]:
     if isinstance(arguments, str) and not dialect.strings:
         arguments = _object(call)
     if isinstance(arguments, dict) and not dialect.objects:
-        given = call.function.arguments
-        arguments = given if isinstance(given, str) and given.strip() else json.dumps(arguments, ensure_ascii=False)
+        text = call.function.arguments
+        arguments = text if isinstance(text, str) and text.strip() else json.dumps(arguments, ensure_ascii=False)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": form.past_id(call.id or ""), "type": "function", "function": function}
 
 
 def _arguments(call: PastCall) -> dict[str, Any] | str:
     """Return a past call's arguments as an object, or as their text if it is not the JSON of an object."""
-    given = call.function.arguments
-    if not isinstance(given, str):
-        return given or {}
+    arguments = call.function.arguments
+    if not isinstance(arguments, str):
+        return arguments or {}
     try:
-        value = parse_json(given) if given.strip() else {}
+        value = parse_json(arguments) if arguments.strip() else {}
     except InputError:
-        return given
-    return value if isinstance(value, dict) else {} if value is None else given
+        return arguments
+    return value if isinstance(value, dict) else {} if value is None else arguments
 
 
 def _object(call: PastCall) -> dict[str, Any]:
@@ -213,16 +206,6 @@ def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             of_call.setdefault(result.tool_call_id, []).append(result)
         for number, call in enumerate(calls):
             first = message if number == 0 else ChatMessage(role=message.role)
-            yield _replaced(first, [call])
+            yield msgspec.structs.replace(first, tool_calls=[call])
             yield from of_call.pop(call.id, ())
         yield from (result for result in results if result.tool_call_id in of_call)
-
-
-def _replaced(message: ChatMessage, calls: list[PastCall]) -> ChatMessage:
-    return ChatMessage(
-        role=message.role,
-        content=message.content,
-        name=message.name,
-        reasoning_content=message.reasoning_content,
-        tool_calls=calls,
-    )

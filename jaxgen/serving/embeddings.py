@@ -15,9 +15,8 @@ from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.request.inputs import row_ids
 from jaxgen.core.scoring.embedding import embed
 from jaxgen.core.scoring.pooling import Pooling
-from jaxgen.errors import shown
 from jaxgen.programs import default_device
-from jaxgen.serving.encoding import Encoder
+from jaxgen.serving.encoding import Encoder, texts_of
 from jaxgen.serving.http_errors import ApiError, about
 
 _MOST_TEXTS, _MOST_TOKENS = 2048, 300_000  # OpenAI's limits for a request
@@ -79,20 +78,17 @@ class Embedder:
     def read(self, request: EmbeddingRequest) -> list[list[int]]:
         """Return the ids of the texts, or raise an `ApiError`."""
         self._check_dimensions(request.dimensions)
-        given = request.input
-        texts = [given] if isinstance(given, str) or (given and all(type(item) is int for item in given)) else given
-        if not 1 <= len(texts) <= _MOST_TEXTS:
+        texts = texts_of(request.input, "input")
+        if len(texts) > _MOST_TEXTS:
             raise ApiError(400, f"input must have 1 to {_MOST_TEXTS} texts, got {len(texts)}", "input")
         rows = [self._ids(text, f"input[{i}]", request.add_special_tokens) for i, text in enumerate(texts)]
         if (total := sum(map(len, rows))) > _MOST_TOKENS:
             raise ApiError(400, f"input has {total} tokens, but at most {_MOST_TOKENS} are accepted", "input")
         return rows
 
-    def _ids(self, text: Any, where: str, adds_special: bool) -> list[int]:
+    def _ids(self, text: str | list[int], where: str, adds_special: bool) -> list[int]:
         if isinstance(text, str):
             text = self._encoder.encode(text, where, adds_special)
-        elif not isinstance(text, list):
-            raise ApiError(400, f"{where} must be a text or a list of ids, got {shown(text)}", "input")
         with about("input"):
             ids = row_ids(text, self._cfg.model, where)
         if len(ids) > self._width:
@@ -113,12 +109,12 @@ class Embedder:
         if size > full:
             raise ApiError(400, f"dimensions must be from 1 to {full}, got {size}", "dimensions")
 
-    def answer_bytes(self, request: EmbeddingRequest, texts: int, most: int) -> int:
-        """Return the size of an answer in bytes, or raise an `ApiError` if it is larger than `most`."""
+    def answer_bytes(self, request: EmbeddingRequest, texts: int, limit: int) -> int:
+        """Return the size of an answer in bytes, or raise an `ApiError` if it is larger than `limit`."""
         size = texts * (request.dimensions or self._cfg.model.hidden_size)
         size *= _BASE64 if request.encoding_format == "base64" else _FLOAT
-        if size > most:
-            text = f"the answer could have {size:,} bytes, but at most {most:,} are accepted: send fewer texts"
+        if size > limit:
+            text = f"the answer could have {size:,} bytes, but at most {limit:,} are accepted: send fewer texts"
             raise ApiError(400, f'{text}, or set encoding_format to "base64"', "input")
         return 2 * size
 

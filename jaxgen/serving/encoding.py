@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.errors import ConfigError
+from jaxgen.errors import shown
 from jaxgen.serving.http_errors import ApiError
+from jaxgen.serving.scored import TokenTexts
 
 _BYTES = 128  # assumed to be the length of the longest token if it is shorter, because some tokenizers drop characters
 
@@ -24,10 +26,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, width: int):
         self.tokenizer, self._width = tokenizer, width
-        try:
-            longest = max((len(token) for token in tokenizer.token_bytes() if token is not None), default=0)
-        except ConfigError:  # the text is not the concatenation of the tokens' texts
-            longest = max(len(token.encode()) for token in tokenizer.backend.get_vocab())
+        texts = TokenTexts(tokenizer)
+        longest = max(len(texts.bytes(token)) for token in range(tokenizer.backend.get_vocab_size()))
         self._longest = max(longest, _BYTES)
         self.most_bytes = width * self._longest
 
@@ -46,3 +46,15 @@ class Encoder:
                 f"for each of the {self._width:,} tokens that a prompt may have",
                 field,
             )
+
+
+def texts_of(value: str | list[Any], field: str) -> list[str | list[int]]:
+    """Return the texts in a field, which is a text, a list of ids, or a list of either."""
+    if isinstance(value, str) or (value and all(type(item) is int for item in value)):  # bool is not an id
+        return [value]
+    for index, item in enumerate(value):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise ApiError(400, f"{field}[{index}] must be a text or a list of ids, got {shown(item)}", field)
+    if not value:
+        raise ApiError(400, f"{field} must have at least one text", field)
+    return value

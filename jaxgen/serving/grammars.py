@@ -20,7 +20,6 @@ from jaxgen.engine.results import QueueFull
 from jaxgen.errors import InputError, JaxgenError
 
 _MOST_BYTES = 2**27  # maximum size of all cached grammars together
-_MOST_REFUSALS = 256  # maximum number of cached errors
 _TURN = 0.002  # seconds that the thread works, and then sleeps, while the engine is busy
 _LONGEST_PAUSE = 1.0  # seconds that the thread sleeps after a grammar that was stopped
 _MOST_JOBS = 64  # maximum number of grammars that wait to be compiled
@@ -34,18 +33,18 @@ class CompiledGrammar(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class GrammarSource:
     """The grammar that a request needs.
 
     Attributes:
         key: identifies the grammar.
         build: compiles the grammar; may raise an `InputError`.
-        field: the field of the request that errors name, or None.
+        field: the field of the request that errors name.
     """
 
     key: Hashable
     build: Callable[[], CompiledGrammar]
-    field: str | None = None
+    field: str = ""
 
 
 class _Stopped(Exception):
@@ -87,7 +86,6 @@ class Grammars:
         self._fits, self._seconds, self._is_busy = fits, seconds, is_busy
         self._most_bytes, self._most_jobs = most_bytes, most_jobs
         self._cached: OrderedDict[bytes, tuple[CompiledGrammar, int]] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._bytes = 0
         self._jobs: dict[bytes, _Job] = {}
         self._queue: OrderedDict[Hashable, deque[_Job]] = OrderedDict()  # by group; the first group is the next
@@ -108,21 +106,19 @@ class Grammars:
         """The number of grammars that are being compiled or wait."""
         return len(self._jobs)
 
-    async def get(self, wanted: Wanted, group: Hashable = None) -> CompiledGrammar:
+    async def get(self, source: GrammarSource, group: Hashable = None) -> CompiledGrammar:
         """Return a grammar. Compile it if it is not in the cache.
 
         Raises:
             QueueFull: too many grammars are waiting.
             InputError: the grammar cannot be compiled or used, or compiling it takes too long.
         """
-        key = hashlib.sha256(repr(wanted.key).encode("utf-8", "surrogatepass")).digest()
+        key = hashlib.sha256(repr(source.key).encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key][0]
-            if key in self._refused:
-                raise InputError(self._refused[key])
-            job = self._jobs.get(key) or self._add(_Job(key, wanted.build, group))
+            job = self._jobs.get(key) or self._add(_Job(key, source.build, group))
             job.waiters += 1
         try:
             outcome = await asyncio.shield(asyncio.wrap_future(job.future))
@@ -170,17 +166,16 @@ class Grammars:
         if (job := self._next()) is None:
             return
         begin = woke = time.monotonic()
-        end, is_late = begin + self._seconds, False
 
         def check() -> None:
-            nonlocal is_late, woke
+            nonlocal woke
             if job.stop.is_set():
                 raise _Stopped
             if (now := time.monotonic()) - woke > _TURN:
                 if self._is_busy():  # let the engine's thread run
                     time.sleep(_TURN)
                 woke = time.monotonic()
-            if is_late := now > end:
+            if now > begin + self._seconds:
                 raise InputError(f"the grammar takes more than {self._seconds:g} seconds to compile: simplify it")
 
         outcome: CompiledGrammar | BaseException
@@ -199,10 +194,6 @@ class Grammars:
                 del self._jobs[job.key]
             if isinstance(outcome, CompiledGrammar):
                 self._store(job.key, outcome)
-            elif isinstance(outcome, JaxgenError) and not is_late:
-                self._refused[job.key] = str(outcome)
-                if len(self._refused) > _MOST_REFUSALS:
-                    self._refused.popitem(last=False)
         job.future.set_result(outcome)  # an error is a result, because everybody may have left
 
     def _store(self, key: bytes, grammar: CompiledGrammar) -> None:

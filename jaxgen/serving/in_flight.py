@@ -14,48 +14,29 @@ class BytesInFlight:
     """A count of bytes with a limit.
 
     Args:
-        most: the limit.
+        limit: the maximum number of bytes.
+
+    Attributes:
+        total: the bytes of all requests.
+        of_group: the bytes of the requests of each group.
+        lock: held while any of the counts changes.
     """
 
-    def __init__(self, most: int):
-        self._most, self._total = most, 0
-        self._of_group: Counter[Hashable] = Counter()
-        self._lock = threading.Lock()
-
-    @property
-    def total(self) -> int:
-        """The bytes of all requests."""
-        return self._total
-
-    def account(self, group: Hashable) -> Account:
-        """Return an account for a request, which belongs to a group of requests."""
-        return Account(self, group)
-
-    def change(self, group: Hashable, count: int) -> None:
-        """Add a number of bytes, which may be negative, or raise an `ApiError`."""
-        with self._lock:
-            total, own = self._total + count, self._of_group[group] + count
-            if count > 0 and (total > self._most or own > self._most // SHARE):
-                what = "the service is" if total > self._most else "this client's requests are"
-                text = f"{what} using too much memory for {count:,} more bytes: try again later"
-                raise ApiError(429, text, headers={"retry-after": "1"})
-            self._total = total
-            self._of_group[group] = own
-            if not own:
-                del self._of_group[group]
+    def __init__(self, limit: int):
+        self.limit, self.total = limit, 0
+        self.of_group: Counter[Hashable] = Counter()
+        self.lock = threading.Lock()
 
 
 class Account:
-    """The bytes in flight of one request.
+    """The bytes in flight of one request, which belongs to a group of requests.
 
     Attributes:
         bytes: the number of bytes.
     """
 
     def __init__(self, in_flight: BytesInFlight, group: Hashable):
-        self._in_flight, self._group, self.bytes = in_flight, group, 0
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._in_flight, self._group, self.bytes, self._is_closed = in_flight, group, 0, False
 
     def add(self, count: int) -> None:
         """Add bytes, or raise an `ApiError` with the status 429.
@@ -63,13 +44,24 @@ class Account:
         Any thread may call this method. After `close`, it does nothing: the thread may notice later than the event loop
         that the client has left.
         """
-        with self._lock:
-            if not self._is_closed:
-                self._in_flight.change(self._group, count)
-                self.bytes += count
+        flight = self._in_flight
+        with flight.lock:
+            total, of_group = flight.total + count, flight.of_group[self._group] + count
+            if self._is_closed:
+                return
+            if total > flight.limit or of_group > flight.limit // SHARE:
+                what = "the service is" if total > flight.limit else "this client's requests are"
+                text = f"{what} using too much memory for {count:,} more bytes: try again later"
+                raise ApiError(429, text, headers={"retry-after": "1"})
+            self.bytes += count
+            flight.total, flight.of_group[self._group] = total, of_group
 
     def close(self) -> None:
         """Remove all bytes of the request."""
-        with self._lock:
-            count, self.bytes, self._is_closed = self.bytes, 0, True
-            self._in_flight.change(self._group, -count)
+        flight = self._in_flight
+        with flight.lock:
+            flight.total -= self.bytes
+            flight.of_group[self._group] -= self.bytes
+            if not flight.of_group[self._group]:
+                del flight.of_group[self._group]
+            self.bytes, self._is_closed = 0, True

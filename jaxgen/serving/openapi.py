@@ -10,9 +10,6 @@ import msgspec
 from jaxgen.serving.embeddings import EmbeddingList, EmbeddingRequest
 from jaxgen.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxgen.serving.reply_records import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
     DetokenizedText,
     ErrorBody,
     ModelCard,
@@ -21,8 +18,10 @@ from jaxgen.serving.reply_records import (
     Tokens,
     Version,
 )
-from jaxgen.serving.response_records import EVENTS, Deleted, ResponseBody, ResponseRequest
+from jaxgen.serving.response_records import Deleted, ResponseBody, ResponseRequest
 from jaxgen.version import __version__
+
+_JSON = "application/json"
 
 
 class _Operation(NamedTuple):
@@ -30,10 +29,8 @@ class _Operation(NamedTuple):
 
     Attributes:
         path, method, summary: OpenAPI's fields.
-        answer: the record of the answer, or the media type of an answer that is not JSON; None if it has no body.
+        answer: the record of the answer, or its media type; None if it has no body.
         body: the record of the request's body, or None.
-        chunk: the record of the data of each event if `stream` is true; None if nothing is streamed.
-        errors: the possible statuses of errors.
         is_open: True if no key is needed.
     """
 
@@ -42,62 +39,24 @@ class _Operation(NamedTuple):
     summary: str
     answer: Any
     body: Any = None
-    chunk: Any = None
-    errors: tuple[int, ...] = ()
     is_open: bool = False
 
 
-_READING = (400, 408, 413, 500)  # errors of all requests that have a body
-_ANSWERING = (400, 404, 408, 413, 429, 500, 503)
-_ERRORS = {
-    400: "The request is invalid or cannot be honored; the message names the field.",
-    401: "The API key is missing or wrong.",
-    403: "The page of a web site that sent the request may not use the service.",
-    404: "The model or the response does not exist.",
-    408: "The body or the answer took too long.",
-    413: "The body is too large.",
-    415: "The Content-Type is not application/json.",
-    421: "The Host header does not have a name of this service.",
-    429: "Too many requests are waiting; Retry-After says when to try again.",
-    500: "The service failed.",
-    503: "The service is shutting down.",
-}
 _OPERATIONS = (
-    _Operation(
-        "/v1/chat/completions",
-        "post",
-        "Answer a conversation",
-        ChatCompletion,
-        ChatRequest,
-        ChatCompletionChunk,
-        _ANSWERING,
-    ),
-    _Operation(
-        "/v1/completions", "post", "Continue texts", Completion, CompletionRequest, Completion, errors=_ANSWERING
-    ),
-    _Operation("/v1/responses", "post", "Create a response", ResponseBody, ResponseRequest, EVENTS, errors=_ANSWERING),
-    _Operation("/v1/responses/{name}", "get", "Read a stored response", ResponseBody, errors=(400, 404)),
-    _Operation("/v1/responses/{name}", "delete", "Delete a stored response", Deleted, errors=(400, 404)),
-    _Operation(
-        "/v1/embeddings",
-        "post",
-        "Turn texts into vectors",
-        EmbeddingList,
-        EmbeddingRequest,
-        errors=(400, 404, 408, 413, 500),
-    ),
+    _Operation("/v1/chat/completions", "post", "Answer a conversation, as OpenAI does", _JSON, ChatRequest),
+    _Operation("/v1/completions", "post", "Continue texts, as OpenAI does", _JSON, CompletionRequest),
+    _Operation("/v1/responses", "post", "Create a response", ResponseBody, ResponseRequest),
+    _Operation("/v1/responses/{name}", "get", "Read a stored response", ResponseBody),
+    _Operation("/v1/responses/{name}", "delete", "Delete a stored response", Deleted),
+    _Operation("/v1/embeddings", "post", "Turn texts into vectors", EmbeddingList, EmbeddingRequest),
     _Operation("/v1/models", "get", "List the model and its adapters", ModelList),
-    _Operation("/v1/models/{name}", "get", "Describe the model or an adapter", ModelCard, errors=(404,)),
-    _Operation(
-        "/tokenize", "post", "Convert a text or messages to ids", Tokens, TokenizeRequest, errors=(404, *_READING)
-    ),
-    _Operation(
-        "/detokenize", "post", "Convert ids to text", DetokenizedText, DetokenizeRequest, errors=(404, *_READING)
-    ),
+    _Operation("/v1/models/{name}", "get", "Describe the model or an adapter", ModelCard),
+    _Operation("/tokenize", "post", "Convert a text or messages to ids", Tokens, TokenizeRequest),
+    _Operation("/detokenize", "post", "Convert ids to text", DetokenizedText, DetokenizeRequest),
     _Operation("/tokenizer_info", "get", "Describe the tokenizer", TokenizerInfo),
     _Operation("/version", "get", "Return the version", Version, is_open=True),
     _Operation("/metrics", "get", "Return metrics for Prometheus", "text/plain", is_open=True),
-    _Operation("/openapi.json", "get", "Return this document", "application/json", is_open=True),
+    _Operation("/openapi.json", "get", "Return this document", _JSON, is_open=True),
     _Operation("/", "get", "Return the chat page", "text/html", is_open=True),
     *(
         _Operation(path, "get", "Say whether the service accepts requests", None, is_open=True)
@@ -111,14 +70,12 @@ def openapi(needs_key: bool) -> bytes:
     """Return the document as JSON; `needs_key` says whether clients need an API key."""
     records = [ErrorBody]
     for operation in _OPERATIONS:
-        given = (operation.answer, operation.body, operation.chunk)
-        records += [record for record in given if record is not None and not isinstance(record, str)]
-    schemas, components = msgspec.json.schema_components(records, ref_template="#/components/schemas/{name}")
-    refs = dict(zip(map(id, records), schemas, strict=True))
+        records += [record for record in operation[3:5] if isinstance(record, type)]
+    _, components = msgspec.json.schema_components(records, ref_template="#/components/schemas/{name}")
     _relax_types(components)
     paths: dict[str, Any] = {}
     for operation in _OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation, refs, needs_key)
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, needs_key)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "jaxgen", "version": __version__, "description": "OpenAI's API for a local model."},
@@ -131,52 +88,35 @@ def openapi(needs_key: bool) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _described(operation: _Operation, refs: dict[int, Any], needs_key: bool) -> dict[str, Any]:
-    """Return OpenAPI's description of an operation; `refs` has the schema of each record, by its `id`."""
+def _described(operation: _Operation, needs_key: bool) -> dict[str, Any]:
+    """Return OpenAPI's description of an operation."""
     name = operation.path.strip("/").replace("/", "_").replace("{name}", "one").replace(".", "_") or "page"
     described: dict[str, Any] = {"operationId": f"{operation.method}_{name}", "summary": operation.summary}
     if "{name}" in operation.path:
         parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         described["parameters"] = [parameter]
     if operation.body is not None:
-        content = {"application/json": {"schema": refs[id(operation.body)]}}
-        described["requestBody"] = {"required": True, "content": content}
-    content: dict[str, Any] = {}
+        described["requestBody"] = {"required": True, "content": _json(operation.body)}
+    answer: dict[str, Any] = {"description": "Success."}
     if isinstance(operation.answer, str):
-        schema = {"type": "object" if operation.answer == "application/json" else "string"}
-        content[operation.answer] = {"schema": schema}
+        schema = {"type": "object" if operation.answer == _JSON else "string"}
+        answer["content"] = {operation.answer: {"schema": schema}}
     elif operation.answer is not None:
-        content["application/json"] = {"schema": refs[id(operation.answer)]}
-    if operation.chunk is not None:
-        content["text/event-stream"] = {"schema": _event(operation.chunk, refs)}
-    responses: dict[str, Any] = {"200": {"description": "Success."} | ({"content": content} if content else {})}
-    errors = {*operation.errors, 421}  # any request may have a wrong Host header
-    if operation.method != "get":
-        errors.add(403)
-    if operation.body is not None:
-        errors.add(415)
-    if needs_key and not operation.is_open:
-        errors.add(401)
-    error = {"application/json": {"schema": refs[id(ErrorBody)]}}
-    responses |= {str(status): {"description": _ERRORS[status], "content": error} for status in sorted(errors)}
+        answer["content"] = _json(operation.answer)
+    if "stream" in getattr(operation.body, "__struct_fields__", ()):
+        answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"description": "An error; the message says what to do.", "content": _json(ErrorBody)}
     if operation.answer is None:
-        responses["503"] = {"description": _ERRORS[503]}
-    described["responses"] = responses
+        error = {"description": "The service is shutting down, or the Host header does not have one of its names."}
+    described["responses"] = {"200": answer, "default": error}
     if needs_key and not operation.is_open:
         described["security"] = [{"key": []}]
     return described
 
 
-def _event(chunk: Any, refs: dict[int, Any]) -> dict[str, Any]:
-    """Return the schema of each server-sent event of a stream."""
-    json: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
-    if chunk is EVENTS:
-        data = json | {"contentSchema": refs[id(chunk)]}
-    else:  # a stream that fails has an error as its last chunk
-        choices = [refs[id(chunk)], refs[id(ErrorBody)]]
-        data = {"anyOf": [{"const": "[DONE]"}, json | {"contentSchema": {"anyOf": choices}}]}
-    properties = {"event": {"type": "string"}, "data": data}
-    return {"description": "Each event.", "type": "object", "properties": properties, "required": ["data"]}
+def _json(record: type[Any]) -> dict[str, Any]:
+    """Return the description of a JSON body with the fields of a record."""
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{record.__name__}"}}}
 
 
 def _relax_types(components: dict[str, Any]) -> None:

@@ -7,36 +7,42 @@ Messages and tools may have other fields, which are ignored: clients add many th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from jaxgen.core.text.json_file import parse_json
-from jaxgen.errors import InputError, shown
+from jaxgen.errors import InputError
+from jaxgen.json_file import parse_json
 from jaxgen.serving.http_errors import ApiError
 
 _FIELD = re.compile(r"(unknown|missing required) field `(.*?)`")
-_MAX_TOKENS = re.compile(r"\bmax_tokens\b")
+_INDEX = re.compile(r"\[\d+\]")
 _PATH = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
-_INSTEAD = {
-    "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
+_BEAMS = "beams are offered by generate, not by the service"
+_TEXT = "only text is supported"
+# Advice where a value or a field is refused, by its path.
+_ADVICE = {
+    "audio": _TEXT,
+    "early_stopping": _BEAMS,
+    "function_call": "use tool_choice",
+    "functions": "use tools",
     "guided_decoding_backend": "there is only one implementation: leave it out",
-}
-# Fields that are accepted with the values that change nothing, and the advice for all other values.
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), "only text is supported"),
-    "early_stopping": ((False,), "beams are offered by generate, not by the service"),
-    "function_call": (("none",), "use tool_choice"),
-    "functions": ((), "use tools"),
-    "length_penalty": ((1,), "beams are offered by generate, not by the service"),
-    "modalities": ((["text"],), "only text is supported"),
-    "prediction": ((), "leave it out"),
-    "priority": ((0,), "requests are answered in the order in which they arrive"),
-    "spaces_between_special_tokens": ((True,), "tokens are decoded as the tokenizer says"),
-    "suffix": (("",), "text is only generated after the prompt"),
-    "use_beam_search": ((False,), "beams are offered by generate, not by the service"),
-    "web_search_options": ((), "the service does not search the web"),
+    "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
+    "length_penalty": _BEAMS,
+    "messages[].audio": "leave it out",
+    "messages[].function_call": "use tool_calls",
+    "messages[].prefix": "use continue_final_message",
+    "modalities[]": _TEXT,
+    "prediction": "leave it out",
+    "priority": "requests are answered in the order in which they arrive",
+    "response_format.type": "use text, json_object or json_schema",
+    "spaces_between_special_tokens": "tokens are decoded as the tokenizer says",
+    "suffix": "text is only generated after the prompt",
+    "tool_choice": "use auto, none, required, or an object with the type function or allowed_tools",
+    "tool_choice.type": "use function or allowed_tools",
+    "use_beam_search": _BEAMS,
+    "web_search_options": "the service does not search the web",
 }
 
 
@@ -105,25 +111,20 @@ class Common(Generated, kw_only=True):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     verbosity: str | None = None
-    # These fields are accepted with a value that changes nothing; see NEUTRAL.
-    audio: Any = None
+    # These fields are accepted with the values that change nothing.
+    audio: None = None
     best_of: int | None = None
-    early_stopping: Any = None
-    function_call: Any = None
-    functions: Any = None
-    length_penalty: float | None = None
-    modalities: Any = None
-    prediction: Any = None
-    priority: int | None = None
-    spaces_between_special_tokens: bool | None = None
-    suffix: str | None = None
-    use_beam_search: bool | None = None
-    web_search_options: Any = None
-
-    @property
-    def renamed(self) -> Sequence[tuple[re.Pattern[str], str]]:
-        """The names in errors, as patterns, that differ from those of this request's fields."""
-        return ()
+    early_stopping: Literal[False] | None = None
+    function_call: Literal["none"] | None = None
+    functions: None = None
+    length_penalty: Annotated[float, msgspec.Meta(ge=1, le=1)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: None = None
+    priority: Literal[0] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    suffix: Literal[""] | None = None
+    use_beam_search: Literal[False] | None = None
+    web_search_options: None = None
 
 
 class CompletionRequest(Common, kw_only=True):
@@ -144,11 +145,18 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of the answer."""
+class PlainFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text of any form."""
 
-    type: str
-    json_schema: NamedSchema | None = None
+
+class JsonFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class NamedFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    json_schema: NamedSchema
 
 
 class Part(msgspec.Struct):
@@ -172,7 +180,7 @@ class PastCall(msgspec.Struct):
 
     function: PastFunction
     id: str | None = None
-    type: str | None = "function"
+    type: Literal["function"] | None = "function"
 
 
 class ChatMessage(msgspec.Struct):
@@ -187,9 +195,9 @@ class ChatMessage(msgspec.Struct):
     reasoning: str | None = None
     refusal: str | None = None
     # These fields have a meaning that is not supported; they must be empty.
-    audio: Any = None
-    function_call: Any = None
-    prefix: bool | None = None
+    audio: None = None
+    function_call: None = None
+    prefix: Literal[False] | None = None
 
 
 class Function(msgspec.Struct):
@@ -205,7 +213,7 @@ class Tool(msgspec.Struct):
     """A tool that the model may use."""
 
     function: Function
-    type: str = "function"
+    type: Literal["function"] = "function"
 
 
 class NamedFunction(msgspec.Struct):
@@ -214,26 +222,23 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
-class NamedTool(msgspec.Struct):
+class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
     """A tool that a request chooses."""
 
     function: NamedFunction
-    type: str = "function"
 
 
 class AllowedFunctions(msgspec.Struct):
     """The tools that the model may or must use."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], msgspec.Meta(min_length=1)]
 
 
-class Choice(msgspec.Struct, omit_defaults=True):
-    """The value of `tool_choice` if it is an object."""
+class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """The value of `tool_choice` that names several tools."""
 
-    type: str
-    function: NamedFunction | None = None
-    allowed_tools: AllowedFunctions | None = None
+    allowed_tools: AllowedFunctions
 
 
 class ChatRequest(Common, kw_only=True):
@@ -243,8 +248,8 @@ class ChatRequest(Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    tool_choice: str | Choice | None = None
+    response_format: PlainFormat | JsonFormat | NamedFormat | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     tools: list[Tool] | None = None
     reasoning_effort: str | None = None
@@ -253,11 +258,6 @@ class ChatRequest(Common, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-
-    @property
-    def renamed(self) -> Sequence[tuple[re.Pattern[str], str]]:
-        """The names in errors, as patterns, that differ from those of this request's fields."""
-        return () if self.max_completion_tokens is None else ((_MAX_TOKENS, "max_completion_tokens"),)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -281,7 +281,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 Body = TypeVar("Body")
@@ -295,28 +295,26 @@ def decode(body: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, f"{text}, because each list and object takes memory: shorten it")
     try:
         parse_json(body.decode())  # also refuses what msgspec accepts, such as duplicate keys
-        request = msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from error
+        raise explained(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except InputError as error:
         raise ApiError(400, f"the body is {error}") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
-    for name, (neutral, advice) in NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value is not None and value not in neutral:
-            raise ApiError(400, f"{name} is not supported: {advice}; got {shown(value)}", name)
-    return request
 
 
-def _explained(text: str) -> ApiError:
+def explained(error: msgspec.ValidationError, advice: Mapping[str, str] = _ADVICE) -> ApiError:
+    """Return the `ApiError` for a body that does not fit its record; `advice` says what to do, by path."""
+    text = str(error)
     found = _PATH.search(text)
     path = found[1] if found else ""
     if field := _FIELD.search(text):
         name = ".".join(filter(None, [path, field[2]]))
-        reason = "is missing" if field[1] != "unknown" else f"is not supported: {_INSTEAD.get(name, 'leave it out')}"
+        reason = "is missing" if field[1] != "unknown" else f"is not supported: {advice.get(name, 'leave it out')}"
         return ApiError(400, f"{name} {reason}", name)
     reason = text[: found.start()] if found else text
-    return ApiError(400, f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}", path or None)
+    reason = ": ".join(filter(None, [reason[:1].lower() + reason[1:], advice.get(_INDEX.sub("[]", path))]))
+    return ApiError(400, f"{path or 'the body'}: {reason}", path or None)

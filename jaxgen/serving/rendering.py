@@ -94,16 +94,16 @@ class Renderer:
                 conversation, prompted, tools=for_template, documents=documents, **variables
             )
 
-        own = ""
+        beginning = ""
         if request.continue_final_message:
             if prompted or messages[-1]["role"] != "assistant":
                 reason = "add_generation_prompt to be false, and a last message of the assistant"
                 raise ApiError(400, f"continue_final_message needs {reason}", "continue_final_message")
-            text, own = continued(render, messages), messages[-1]["content"]
+            text, beginning = continued(render, messages), messages[-1]["content"]
         else:
             text = render(messages)
         tags = thoughts.tags_of(template) if self._thinks else None
-        return Rendered(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, own))
+        return Rendered(text, tools, form, tags, tags is not None and thoughts.is_open(text, tags, beginning))
 
     def _dialect(self, messages: Sequence[ChatMessage], has_tools: bool) -> Dialect:
         """Return the form in which the template accepts past calls; it is found when it is first needed."""
@@ -121,8 +121,8 @@ class Renderer:
 
 def _variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Return the variables that a request sets for the chat template."""
-    given = dict(request.chat_template_kwargs or {})
-    if taken := _TAKEN & given.keys():
+    extra = dict(request.chat_template_kwargs or {})
+    if taken := _TAKEN & extra.keys():
         reserved = f"{', '.join(sorted(_TAKEN))} are reserved"
         raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}: {reserved}", "chat_template_kwargs")
     variables: dict[str, Any] = {}
@@ -132,4 +132,4 @@ def _variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
             variables["enable_thinking"] = False
     if request.enable_thinking is not None:
         variables["enable_thinking"] = request.enable_thinking
-    return variables | given
+    return variables | extra

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from jaxgen.core.request.prompt import Prompt
 from jaxgen.serving.answer_text import Answer, Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError
@@ -38,11 +37,19 @@ class Replies:
         self._as_id = bool(self.request.return_tokens_as_token_ids)
         self._calls: dict[int, int] = {}  # for each choice, the number of calls that were sent
 
-    def _head(self, of_chat: str) -> dict[str, Any]:
-        """Return the fields that all bodies have. For a chat request, the field `object` is set to `of_chat`."""
+    def _head(self, of_chat: str, is_first: bool) -> dict[str, Any]:
+        """Return the fields that all bodies have, and those that only the first body with a choice has.
+
+        For a chat request, the field `object` is set to `of_chat`.
+        """
         kind = of_chat if self._is_chat else "text_completion"
-        head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
-        return {**head, "system_fingerprint": self.fingerprint}
+        head: dict[str, Any] = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+        head["system_fingerprint"] = self.fingerprint
+        if is_first and self._is_chat and self.request.return_token_ids:
+            head["prompt_token_ids"] = self.asked.prompts[0].ids.tolist()
+        if is_first and self.asked.left_out:
+            head["left_out"] = self.asked.left_out
+        return head
 
     def usage(self, answers: Sequence[Answer], cached: int) -> dict[str, Any]:
         """Return the token counts."""
@@ -59,7 +66,7 @@ class Replies:
         choices: Sequence[tuple[Answer, Delta]],
         usage: dict[str, Any],
         of_prompts: Sequence[Scored] | None,
-        most: int,
+        limit: int,
     ) -> dict[str, Any]:
         """Return a body with all choices, in the order of the prompts.
 
@@ -69,93 +76,78 @@ class Replies:
             choices: the answers.
             usage: the token counts.
             of_prompts: the prompts' scored tokens, or None.
-            most: the maximum number of bytes in all choices.
+            limit: the maximum number of bytes in all choices.
         """
-        write = self._chat_choice if self._is_chat else self._completion_choice
-        body = self._head("chat.completion")
+        body = self._head("chat.completion", True)
         encoded, size = [], 0
-        for index, choice in enumerate(choices):
-            encoded.append(msgspec.Raw(msgspec.json.encode(write(index, *choice, of_prompts))))
+        for index, (answer, delta) in enumerate(choices):
+            of_prompt = None if of_prompts is None else of_prompts[index // self.asked.sequences]
+            choice = self._choice(index, answer, delta, True, of_prompt, is_whole=True)
+            encoded.append(msgspec.Raw(msgspec.json.encode(choice)))
             size += len(encoded[-1])
-            if size > most:
-                raise ApiError(400, f"the answer has more than {most:,} bytes: {SHORTER}")
+            if size > limit:
+                raise ApiError(400, f"the answer has more than {limit:,} bytes: {SHORTER}")
         body["choices"] = encoded
         body["usage"] = usage
-        if self.asked.left_out:
-            body["left_out"] = self.asked.left_out
         if self._is_chat and of_prompts is not None and self.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._of_prompt(of_prompts[0])
-        if self._is_chat and self.request.return_token_ids:
-            body["prompt_token_ids"] = self.asked.prompts[0].ids.tolist()
         return body
 
     def chunk(
         self, index: int, answer: Answer, delta: Delta, is_first: bool, of_prompt: Scored | None
     ) -> dict[str, Any]:
         """Return a chunk that adds `delta` to a choice."""
-        choice: dict[str, Any] = {"index": index}
-        body = self._head("chat.completion.chunk")
-        if self._is_chat:
-            content: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-            if delta.thought:
-                content["reasoning_content"] = delta.thought
-            if delta.text:
-                content["content"] = delta.text
-            if delta.calls:
-                first = self._calls.get(index, 0)
-                self._calls[index] = first + len(delta.calls)
-                content["tool_calls"] = [
-                    {"index": first + number} | self._call(call) for number, call in enumerate(delta.calls)
-                ]
-            choice |= {"delta": content, "logprobs": self._chat_logprobs(delta)}
-        else:
-            prompt = self._echoed(index) if is_first else ""
-            scored = self._scored(delta, of_prompt if is_first and self.asked.echoes is not None else None)
-            choice |= {"text": prompt + delta.text, "logprobs": self._completion_logprobs(index, scored, delta)}
-        # The answer may have more events than this one.
-        choice |= {"finish_reason": delta.finish, "stop_reason": answer.stop_reason if delta.finish else None}
-        if self.request.return_token_ids:
-            choice["token_ids"] = delta.tokens
-            if is_first:
-                (body if self._is_chat else choice)["prompt_token_ids"] = self._prompt(index).ids.tolist()
-        if is_first and self.asked.left_out:
-            body["left_out"] = self.asked.left_out
-        return body | {"choices": [choice]}
+        body = self._head("chat.completion.chunk", is_first)
+        body["choices"] = [self._choice(index, answer, delta, is_first, of_prompt, is_whole=False)]
+        return body
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the last chunk, which contains the token counts."""
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
-
-    def _prompt(self, index: int) -> Prompt:
-        return self.asked.prompts[index // self.asked.sequences]
+        return self._head("chat.completion.chunk", False) | {"choices": [], "usage": usage}
 
     def _echoed(self, index: int) -> str:
         return "" if self.asked.echoes is None else self.asked.echoes[index // self.asked.sequences].text
 
-    def _chat_choice(self, index: int, answer: Answer, delta: Delta, _: Any) -> dict[str, Any]:
-        content = delta.text if delta.text or not (delta.calls or delta.thought) else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    def _choice(
+        self, index: int, answer: Answer, delta: Delta, is_first: bool, of_prompt: Scored | None, *, is_whole: bool
+    ) -> dict[str, Any]:
+        """Return a choice, or a chunk's addition to one."""
+        choice: dict[str, Any] = {"index": index}
+        scored = self._scored(delta, of_prompt if is_first and self.asked.echoes is not None else None)
+        if self._is_chat:
+            choice["message" if is_whole else "delta"] = self._message(index, delta, is_first, is_whole)
+            logprobs = (
+                None if scored is None else {"content": entries(scored, self.texts, self._as_id), "refusal": None}
+            )
+        else:
+            choice["text"] = (self._echoed(index) if is_first else "") + delta.text
+            logprobs = self._completion_logprobs(index, scored, delta)
+            if is_whole and of_prompt is not None and self.request.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._of_prompt(of_prompt)
+        # The answer may have more events than this one.
+        stop_reason = answer.stop_reason if delta.finish else None
+        choice |= {"logprobs": logprobs, "finish_reason": delta.finish, "stop_reason": stop_reason}
+        if self.request.return_token_ids:
+            choice["token_ids"] = delta.tokens
+            if is_first and not self._is_chat:
+                choice["prompt_token_ids"] = self.asked.prompts[index // self.asked.sequences].ids.tolist()
+        return choice
+
+    def _message(self, index: int, delta: Delta, is_first: bool, is_whole: bool) -> dict[str, Any]:
+        """Return the message of a choice, or a chunk's addition to it."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+        if is_whole:
+            message |= {"content": None if delta.calls or delta.thought else "", "refusal": None}
         if delta.thought:
             message["reasoning_content"] = delta.thought
+        if delta.text:
+            message["content"] = delta.text
         if delta.calls:
-            message["tool_calls"] = [self._call(call) for call in delta.calls]
-        choice = {"index": index, "message": message, "logprobs": self._chat_logprobs(delta)}
-        choice |= {"finish_reason": delta.finish, "stop_reason": answer.stop_reason}
-        return choice | ({"token_ids": delta.tokens} if self.request.return_token_ids else {})
-
-    def _completion_choice(
-        self, index: int, answer: Answer, delta: Delta, of_prompts: Sequence[Scored] | None
-    ) -> dict[str, Any]:
-        of_prompt = None if of_prompts is None else of_prompts[index // self.asked.sequences]
-        scored = self._scored(delta, of_prompt if self.asked.echoes is not None else None)
-        choice = {"index": index, "text": self._echoed(index) + delta.text}
-        choice |= {"logprobs": self._completion_logprobs(index, scored, delta), "finish_reason": delta.finish}
-        choice["stop_reason"] = answer.stop_reason
-        if of_prompt is not None and self.request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._of_prompt(of_prompt)
-        if self.request.return_token_ids:
-            choice |= {"token_ids": delta.tokens, "prompt_token_ids": self._prompt(index).ids.tolist()}
-        return choice
+            first = self._calls.get(index, 0)
+            self._calls[index] = first + len(delta.calls)
+            calls = enumerate(map(self._call, delta.calls), first)
+            message["tool_calls"] = [call if is_whole else {"index": number} | call for number, call in calls]
+        return message
 
     def _call(self, call: Call) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
@@ -169,12 +161,6 @@ class Replies:
             return of_prompt
         scored = Scored(delta.tokens, delta.logprobs, self.asked.logprobs)
         return scored if of_prompt is None else of_prompt + scored
-
-    def _chat_logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        scored = self._scored(delta, None)
-        if scored is None:
-            return None
-        return {"content": entries(scored, self.texts, self._as_id), "refusal": None}
 
     def _completion_logprobs(self, index: int, scored: Scored | None, delta: Delta) -> dict[str, Any] | None:
         if scored is None:
@@ -196,13 +182,13 @@ class Replies:
     def _of_prompt(self, scored: Scored) -> list[dict[str, Any] | None]:
         """Return `prompt_logprobs` in vLLM's format, keyed by token id; unknown ranks are None."""
         entries: list[dict[str, Any] | None] = []
-        most = self.request.prompt_logprobs or 0
+        count = self.request.prompt_logprobs or 0
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
             if logprob is None:
                 entries.append(None)
                 continue
             ranks = {other: rank for rank, (other, _) in enumerate(likely, 1)}
-            pairs = {**dict(likely[:most]), token: logprob}
+            pairs = {**dict(likely[:count]), token: logprob}
             entries.append(
                 {
                     str(other): {"logprob": value, "rank": ranks.get(other), "decoded_token": self.texts.text(other)}

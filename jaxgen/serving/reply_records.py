@@ -1,4 +1,4 @@
-"""Records of the answers that are written as dicts, for /openapi.json. Tests compare them with answers."""
+"""Records of errors, and of the answers of small requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxgen.serving.response_records import Logprob
 
-
-class _Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Record(msgspec.Struct):
     """A record without unknown fields. A field with the default UNSET may be absent."""
 
 
@@ -28,178 +26,21 @@ class ErrorBody(_Record):
     error: Error
 
 
-class PromptDetails(_Record):
-    """Of the tokens in a prompt: how many were found in the prefix store."""
-
-    cached_tokens: int
-
-
-class CompletionDetails(_Record):
-    """Of the tokens in an answer: how many are thoughts."""
-
-    reasoning_tokens: int
-
-
-class Usage(_Record):
-    """Numbers of tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatLogprobs(_Record):
-    """Log-probabilities of the generated tokens."""
-
-    content: list[Logprob]
-    refusal: None
-
-
-class PromptLogprob(_Record):
-    """The log-probability of a token of the prompt."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
-class CalledFunction(_Record):
-    """A function and the JSON of its arguments."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(_Record):
-    """A call that the model asks for; `index` is its number, in a stream."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"]
-    index: int | msgspec.UnsetType = msgspec.UNSET
-
-
-class AssistantMessage(_Record):
-    """The answer to a conversation."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-class MessageDelta(_Record):
-    """The addition of a chunk to an answer."""
-
-    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-
-
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
-class ChatChoice(_Record):
-    """One of the answers to a conversation."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChunkChoice(_Record):
-    """An addition to one of the answers."""
-
-    index: int
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Head(_Record, kw_only=True):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    left_out: list[str] | msgspec.UnsetType = msgspec.UNSET  # in a stream, in the first chunk of each choice
-
-
-class ChatCompletion(_Head):
-    """The answers to a conversation."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatCompletionChunk(_Head):
-    """A chunk of a streamed answer to a conversation."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CompletionLogprobs(_Record):
-    """Log-probabilities of the tokens in a completion."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    text_offset: list[int]
-    top_logprobs: list[dict[str, float | None] | None] | None
-
-
-class CompletionChoice(_Record):
-    """A continuation of a prompt, or an addition to it; `finish_reason` is null before its end."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Completion(_Head):
-    """Continuations of prompts, or a chunk of a stream, whose `usage` is null or absent before its end."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class ModelCard(_Record):
+class ModelCard(_Record, kw_only=True):
     """The model or an adapter; `parent` is an adapter's model."""
 
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "jaxgen"
     max_model_len: int
     parent: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ModelList(_Record):
+class ModelList(_Record, kw_only=True):
     """The model and its adapters."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[ModelCard]
 
 

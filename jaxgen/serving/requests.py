@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -16,26 +17,35 @@ from jaxgen.core.config.ends import with_end_of_turn
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
-from jaxgen.core.request.keys import seed_keys
 from jaxgen.core.request.prompt import Prompt, PromptReader
+from jaxgen.core.request.random_keys import seed_keys
 from jaxgen.core.text.spelled import Spelled
 from jaxgen.core.text.streaming import StopCut, TextStream
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, check_whole, shown
 from jaxgen.serving.answer_text import Answer
 from jaxgen.serving.echo import Echo, echo_of
-from jaxgen.serving.encoding import Encoder
+from jaxgen.serving.encoding import Encoder, texts_of
 from jaxgen.serving.formats.format import schema_of
 from jaxgen.serving.formats.hermes import Hermes
-from jaxgen.serving.grammars import CompiledGrammar, Wanted
+from jaxgen.serving.grammars import CompiledGrammar, GrammarSource
 from jaxgen.serving.http_errors import ApiError, about
-from jaxgen.serving.protocol import ChatRequest, Common, CompletionRequest, Structured, TokenizeRequest
+from jaxgen.serving.protocol import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    JsonFormat,
+    NamedFormat,
+    Structured,
+    TokenizeRequest,
+)
 from jaxgen.serving.rendering import Rendered, Renderer
 from jaxgen.serving.tools import Tools
 
 _MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API
 _LONGEST_ID = 256  # maximum number of characters in a request's id
+_PLAIN = Rendered("", None, Hermes(), None, False)  # for a completion, whose answer is only text
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -52,7 +62,7 @@ class Asked:
         answer: a function that creates an empty answer.
         budget: the maximum number of tokens in an answer; 0 if nothing is generated.
         call_id: a function that returns a new id for a call.
-        wanted: the grammar that the answers follow, or None.
+        source: the grammar that the answers follow, or None.
         left_out: what the request's schemas have that is not enforced.
     """
 
@@ -63,8 +73,8 @@ class Asked:
     prompt_logprobs: int | None
     answer: Callable[[], Answer]
     budget: int
-    call_id: Callable[[], str] = Hermes().call_id
-    wanted: Wanted | None = None
+    call_id: Callable[[], str] = _PLAIN.form.call_id
+    source: GrammarSource | None = None
     left_out: Sequence[str] = ()
 
     def answers(self) -> list[Answer]:
@@ -104,21 +114,21 @@ class Reader:
 
     def completion(self, request: CompletionRequest, adapter: int = -1) -> Asked:
         """Read a request for completions from the adapter with this number, or from the model itself (-1)."""
-        given = _prompts(request.prompt)
-        if len(given) > (most := self._most_prompts):
-            raise ApiError(400, f"prompt has {len(given)} prompts, but at most {most} are accepted", "prompt")
-        rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
+        texts = texts_of(request.prompt, "prompt")
+        if len(texts) > (limit := self._most_prompts):
+            raise ApiError(400, f"prompt has {len(texts)} prompts, but at most {limit} are accepted", "prompt")
+        rows = [self._encoded(prompt, request.add_special_tokens) for prompt in texts]
         shown_logprobs = self._top(request.logprobs, "logprobs")
-        most = _COMPLETION_TOKENS if request.max_tokens is None else _whole("max_tokens", request.max_tokens, 0)
+        limit = _COMPLETION_TOKENS if request.max_tokens is None else _whole("max_tokens", request.max_tokens, 0)
         of_prompts = shown_logprobs if request.echo else None
         if request.prompt_logprobs is not None:
             of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
-        if most == 0 and not request.echo and request.prompt_logprobs is None:
+        if limit == 0 and not request.echo and request.prompt_logprobs is None:
             raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
-        asked = self._asked(request, adapter, rows, most, shown_logprobs, of_prompts, None)
+        asked = self._asked(request, adapter, rows, limit, shown_logprobs, of_prompts, _PLAIN)
         if not request.echo:
             return asked
-        pairs = zip(asked.prompts, given, strict=True)
+        pairs = zip(asked.prompts, texts, strict=True)
         echoes = [
             echo_of(self.tokenizer, read.ids.tolist(), text if isinstance(text, str) else None) for read, text in pairs
         ]
@@ -135,9 +145,9 @@ class Reader:
         ids = self.encoder.encode(prompt.text, "messages")
         top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
         of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
-        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        most = None if (most := getattr(request, name)) is None else _whole(name, most, 1)
-        return self._asked(request, adapter, [ids], most, top, of_prompt, prompt)
+        limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        limit = None if limit is None else _whole("max_tokens", limit, 1)
+        return self._asked(request, adapter, [ids], limit, top, of_prompt, prompt)
 
     def conversation(self, request: ChatRequest | TokenizeRequest, tools: Tools | None) -> list[int]:
         """Return the ids of the conversation in a request."""
@@ -150,10 +160,10 @@ class Reader:
         request: Common,
         adapter: int,
         rows: list[list[int]],
-        most: int | None,
+        limit: int | None,
         logprobs: int | None,
         of_prompts: int | None,
-        prompt: Rendered | None,
+        prompt: Rendered,
     ) -> Asked:
         """Read the fields shared by requests for completions and for chat completions."""
         if (name := request.request_id) is not None and not (name.isprintable() and len(name) <= _LONGEST_ID):
@@ -166,13 +176,13 @@ class Reader:
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true", "stream_options")
         if request.truncate_prompt_tokens is not None:
-            kept = _whole("truncate_prompt_tokens", request.truncate_prompt_tokens)
-            rows = [row[-kept:] for row in rows]
-        where = "prompt" if prompt is None else "messages"
+            length = _whole("truncate_prompt_tokens", request.truncate_prompt_tokens)
+            rows = [row[-length:] for row in rows]
+        where = "messages" if isinstance(request, ChatRequest) else "prompt"
         with about(where):
-            budgets = [self._lengths.budget(len(row), most) for row in rows]
+            budgets = [self._lengths.budget(len(row), limit) for row in rows]
         options = self._options(request, max(budgets))
-        wanted = self._wanted(request, prompt)
+        source = self._source(request, prompt)
         if logprobs is None:
             options["output_logprobs"] = None
         else:
@@ -193,17 +203,13 @@ class Reader:
         skips, keeps = request.skip_special_tokens, request.include_stop_str_in_output
 
         def answer() -> Answer:
-            kept = () if prompt is None else prompt.marks
-            stream = TextStream(self.tokenizer, skip_special_tokens=skips, kept=kept)
+            stream = TextStream(self.tokenizer, skip_special_tokens=skips, kept=prompt.marks)
             cut = StopCut(options.get("stop_strings", ()), keeps)
-            if prompt is None:
-                return Answer(stream, cut, None, None, False)
-            return Answer(
-                stream, cut, prompt.thoughts(), prompt.calls(), prompt.tools is not None and prompt.tools.named
-            )
+            is_forced = prompt.tools is not None and prompt.tools.named
+            return Answer(stream, cut, prompt.thoughts(), prompt.calls(), is_forced)
 
-        asked = Asked(prompts, None, options.get("n", 1), logprobs, of_prompts, answer, max(budgets), wanted=wanted)
-        return asked if prompt is None else dataclasses.replace(asked, call_id=prompt.form.call_id)
+        call_id = prompt.form.call_id
+        return Asked(prompts, None, options.get("n", 1), logprobs, of_prompts, answer, max(budgets), call_id, source)
 
     def _encoded(self, prompt: str | list[int], adds_special: bool) -> list[int]:
         return self.encoder.encode(prompt, "prompt", adds_special) if isinstance(prompt, str) else prompt
@@ -212,61 +218,65 @@ class Reader:
         """Check that `number`, the requested number of most likely tokens, is in range, and return `number`."""
         return None if number is None else _whole(name, number, 0, self.cfg.top_logprobs)
 
-    def _options(self, request: Common, most: int) -> dict[str, Any]:
-        """Return a request's options, keyed by the engine's names; `most` is the maximum number of new tokens."""
-        own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
-        if own.get("top_k") == -1:  # vLLM's value for "off"
-            own["top_k"] = 0
-        own["do_sample"] = request.temperature != 0
+    def _options(self, request: Common, limit: int) -> dict[str, Any]:
+        """Return a request's options, keyed by the engine's names; `limit` is the maximum number of new tokens."""
+        options: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
+        if options.get("top_k") == -1:  # vLLM's value for "off"
+            options["top_k"] = 0
+        options["do_sample"] = request.temperature != 0
         if request.temperature is not None:
-            own["temperature"] = request.temperature
+            options["temperature"] = request.temperature
         if request.min_tokens:
-            own["min_new_tokens"] = _whole("min_tokens", request.min_tokens, 1, most)
+            options["min_new_tokens"] = _whole("min_tokens", request.min_tokens, 1, limit)
         if request.n is not None:
-            own["n"] = _whole("n", request.n, 1, _MOST_SEQUENCES)
+            options["n"] = _whole("n", request.n, 1, _MOST_SEQUENCES)
         if stops := [request.stop] if isinstance(request.stop, str) else request.stop:
-            own["stop_strings"] = stops
+            options["stop_strings"] = stops
         if request.stop_token_ids or request.ignore_eos or self._more_eos:
-            own["eos_token_id"] = [*([] if request.ignore_eos else self._eos), *(request.stop_token_ids or ())] or None
+            options["eos_token_id"] = [
+                *([] if request.ignore_eos else self._eos),
+                *(request.stop_token_ids or ()),
+            ] or None
         if request.logit_bias:
-            own["sequence_bias"] = _bias(request.logit_bias)
+            options["sequence_bias"] = _bias(request.logit_bias)
         if request.bad_words:
-            own["bad_words_ids"] = self._bad_words(request.bad_words)
-        return own
+            options["bad_words_ids"] = self._bad_words(request.bad_words)
+        return options
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         self.encoder.check(words, "bad_words")
         spelled = [start + word for word in words for start in ("", " ")]
         return [self.tokenizer.encode(text, add_special_tokens=False) for text in spelled]
 
-    def _wanted(self, request: Common, prompt: Rendered | None) -> Wanted | None:
+    def _source(self, request: Common, prompt: Rendered) -> GrammarSource | None:
         """Return the grammar that an answer must follow, or None."""
         left_out = [] if request.unsupported == "warn" else None
-        given = {"structured_outputs": request.structured_outputs}
+        structures = {"structured_outputs": request.structured_outputs}
         for kind in ("json", "regex", "choice"):
             if (value := getattr(request, f"guided_{kind}")) is not None:
-                given[f"guided_{kind}"] = Structured(**{kind: value})
-        given["response_format"] = _response_format(request)
-        given = {name: structure for name, structure in given.items() if structure is not None}
-        if prompt is not None and prompt.tools is not None and prompt.tools.forced:
-            if given:
-                text = f"{min(given)} cannot be combined with a tool_choice that requires a tool call"
-                raise ApiError(400, text, min(given))
+                structures[f"guided_{kind}"] = Structured(**{kind: value})
+        structures["response_format"] = _response_format(request)
+        structures = {name: structure for name, structure in structures.items() if structure is not None}
+        if prompt.tools is not None and prompt.tools.forced:
+            if structures:
+                text = f"{min(structures)} cannot be combined with a tool_choice that requires a tool call"
+                raise ApiError(400, text, min(structures))
             tools, form = prompt.tools, prompt.form
             key = (type(form).__name__, tools.key)
             name = "the grammar of the tool calls"
-            wanted = self._compiled(key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
-            return dataclasses.replace(wanted, field="tools")
-        if len(given) > 1:
-            raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them", min(given))
-        if not given:
+            return self._compiled("tools", key, name, lambda: tools.grammar(form, left_out), prompt, left_out)
+        if len(structures) > 1:
+            raise ApiError(
+                400, f"{' and '.join(structures)} both constrain the answer: pass one of them", min(structures)
+            )
+        if not structures:
             return None
-        [(name, structure)] = given.items()
-        return dataclasses.replace(self._structured(name, structure, prompt, left_out), field=name)
+        [(name, structure)] = structures.items()
+        return self._structured(name, structure, prompt, left_out)
 
     def _structured(
-        self, name: str, structure: Structured, prompt: Rendered | None, left_out: list[str] | None
-    ) -> Wanted:
+        self, name: str, structure: Structured, prompt: Rendered, left_out: list[str] | None
+    ) -> GrammarSource:
         fields = msgspec.structs.asdict(structure)
         asked = {field: value for field, value in fields.items() if value not in (None, False)}
         if len(asked) != 1:
@@ -278,24 +288,26 @@ class Reader:
                 raise ApiError(400, f"{where} must have texts, and none may be empty", where)
             kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
         if kind == "regex":
-            return self._compiled((kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)
+            return self._compiled(name, (kind, value), "the pattern", lambda: Grammar.regex(value), prompt, None)
         schema = {"type": "object"} if kind == "json_object" else value
         key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
-        return self._compiled(key, "the schema", lambda: schema_of(schema, "the schema", left_out), prompt, left_out)
+        grammar = functools.partial(schema_of, schema, "the schema", left_out)
+        return self._compiled(name, key, "the schema", grammar, prompt, left_out)
 
     def _compiled(
         self,
+        field: str,
         key: Any,
         name: str,
         read: Callable[[], Grammar],
-        prompt: Rendered | None,
+        prompt: Rendered,
         left_out: list[str] | None,
-    ) -> Wanted:
-        """Return the grammar that `read` reads; the thought of an answer to `prompt` may come before its text.
+    ) -> GrammarSource:
+        """Return the grammar in a field, which `read` reads; the thought of an answer to `prompt` may come first.
 
         `read` adds what cannot be enforced to `left_out`, if this is a list.
         """
-        before, marks = (None, ()) if prompt is None else (prompt.before, prompt.marks)
+        before, marks = prompt.before, prompt.marks
         tokenizer = self._tokenizers.setdefault(marks, Spelled(self.tokenizer, marks)) if marks else self.tokenizer
 
         def build() -> CompiledGrammar:
@@ -303,55 +315,32 @@ class Reader:
             automaton = TokenAutomaton.from_expression(grammar, tokenizer, name=name, vocab_size=vocab)
             return CompiledGrammar(automaton, left_out or ())
 
-        return Wanted((key, None if prompt is None else prompt.key, left_out is None), build)
-
-
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts in the field `prompt`, which is a string, a list of ids, or a list of either."""
-    if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):  # bool is not an id
-        return [prompt]
-    for place, item in enumerate(prompt):
-        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
-            raise ApiError(400, f"prompt[{place}] must be a text or a list of ids, got {shown(item)}", "prompt")
-    if not prompt:
-        raise ApiError(400, "prompt must have at least one prompt", "prompt")
-    return prompt
+        return GrammarSource((key, prompt.key, left_out is None), build, field)
 
 
 def _response_format(request: Common) -> Structured | None:
     """Return the constraint in a chat request's `response_format`, or None."""
-    form = request.response_format if isinstance(request, ChatRequest) else None
-    if form is None:
-        return None
-    kind, schema = form.type, form.json_schema
-    if kind != "json_schema" and schema is not None:
-        raise ApiError(400, 'response_format.json_schema needs the type "json_schema"', "response_format")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Structured(json_object=True)
-    if kind != "json_schema":
-        raise ApiError(
-            400, f"response_format.type must be text, json_object or json_schema, got {shown(kind)}", "response_format"
-        )
-    if schema is None:
-        raise ApiError(400, "response_format.json_schema.schema is missing", "response_format")
-    return Structured(json=schema.schema)
+    match getattr(request, "response_format", None):
+        case JsonFormat():
+            return Structured(json_object=True)
+        case NamedFormat(json_schema=named):
+            return Structured(json=named.schema)
+    return None
 
 
-def _whole(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+def _whole(name: str, value: int, minimum: int = 1, maximum: int | None = None) -> int:
     """Return the value of a field, or raise an `ApiError` if it is out of range."""
     with about(name):
-        return check_whole(name, value, least, most)
+        return check_whole(name, value, minimum, maximum)
 
 
-def _bias(given: dict[str, float]) -> dict[tuple[int], float]:
-    for token, bias in given.items():
+def _bias(biases: dict[str, float]) -> dict[tuple[int], float]:
+    for token, bias in biases.items():
         if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
             raise ApiError(400, f"logit_bias: {shown(token)} is not a token id", "logit_bias")
         if not -100 <= bias <= 100:
             raise ApiError(400, f"logit_bias must be from -100 to 100, got {bias} for {token}", "logit_bias")
-    return {(int(token),): bias for token, bias in given.items()}
+    return {(int(token),): bias for token, bias in biases.items()}
 
 
 def _escaped(text: str) -> str:

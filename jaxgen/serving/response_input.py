@@ -5,23 +5,35 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.serving.protocol import ChatRequest, Generated, decode
+from jaxgen.serving.protocol import (
+    AllowedFunctions,
+    ChatMessage,
+    ChatRequest,
+    ChosenTools,
+    Function,
+    Generated,
+    NamedFormat,
+    NamedFunction,
+    NamedSchema,
+    NamedTool,
+    Tool,
+    decode,
+    explained,
+)
 from jaxgen.serving.response_records import (
     AllowedTools,
     ChosenFunction,
     Effort,
     FunctionCall,
     FunctionCallOutput,
-    FunctionTool,
     Include,
     Item,
     ItemReference,
-    JsonFormat,
     Message,
     ReasoningItem,
     Refusal,
@@ -33,42 +45,38 @@ _INSTRUCT = "system", "developer"  # the roles of instructions
 _LOGPROBS = "message.output_text.logprobs"
 # Fields that have the same name and meaning in a request for chat completions.
 _SAME = (*Generated.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
-_REFUSED = {
-    "conversation": "use previous_response_id, or send the items of the conversation",
-    "prompt": "stored prompts are not offered: send instructions and input",
-    "messages": "use input",
-    "max_tokens": "use max_output_tokens",
-    "max_completion_tokens": "use max_output_tokens",
-    "response_format": "use text.format",
-    "reasoning_effort": "use reasoning.effort",
+_TOOLS = "use function: built-in tools are not offered"
+_PARTS = "use input_text or output_text: only text is supported"
+_SUMMARY = "use auto: thoughts are returned whole, not summarized"
+# Advice where a value or a field is refused, by its path.
+_ADVICE = {
+    "background": "use false, because a response is not generated after its request ends",
     "context_management": "shorten the input",
-    "moderation": "leave it out",
-    "n": "a response has one answer: leave it out",
-    "stop": "leave it out, or use /v1/chat/completions",
-    "logprobs": f"include {_LOGPROBS}",
-}
-_ITEMS = "message, function_call, function_call_output, reasoning or item_reference"
-_TOOLS = "function: built-in tools are not offered"
-_PARTS = "input_text or output_text: only text is supported"
-# What is allowed where a value is refused, keyed by the path to the value.
-_ALLOWED = {
-    "input[].type": _ITEMS,
+    "conversation": "use previous_response_id, or send the items of the conversation",
+    "include[]": f"use {' or '.join(get_args(Include))}",
     "input[].content[].type": _PARTS,
     "input[].output[].type": _PARTS,
-    "input[].role": "user, assistant, system or developer",
-    "tools[].type": _TOOLS,
-    "tool_choice": "auto, none, required or a function",
-    "tool_choice.type": _TOOLS,
+    "input[].role": "use user, assistant, system or developer",
+    "input[].type": "use message, function_call, function_call_output, reasoning or item_reference",
+    "logprobs": f"include {_LOGPROBS}",
+    "max_completion_tokens": "use max_output_tokens",
+    "max_tokens": "use max_output_tokens",
+    "messages": "use input",
+    "n": "a response has one answer: leave it out",
+    "prompt": "stored prompts are not offered: send instructions and input",
+    "reasoning.effort": f"use {', '.join(get_args(Effort))}",
+    "reasoning.generate_summary": _SUMMARY,
+    "reasoning.summary": _SUMMARY,
+    "reasoning_effort": "use reasoning.effort",
+    "response_format": "use text.format",
+    "stop": "leave it out, or use /v1/chat/completions",
+    "text.format.type": "use text, json_object or json_schema",
+    "tool_choice": "use auto, none, required or a function",
     "tool_choice.tools[].type": _TOOLS,
-    "text.format.type": "text, json_object or json_schema",
-    "include[]": " or ".join(get_args(Include)),
-    "truncation": "disabled, and shorten the input if it is too long",
-    "background": "false, because a response is not generated after its request ends",
-    "reasoning.effort": ", ".join(get_args(Effort)),
-    "reasoning.summary": "auto: thoughts are returned whole, not summarized",
-    "reasoning.generate_summary": "auto: thoughts are returned whole, not summarized",
+    "tool_choice.type": _TOOLS,
+    "tools[].type": _TOOLS,
+    "truncation": "use disabled, and shorten the input if it is too long",
 }
-_INVALID = re.compile(r"Invalid (?:enum )?value (.*) - at `\$\.?(.*?)`$", re.DOTALL)
 # Names in the errors of requests for chat completions, and what the fields are called here.
 RENAMED = [
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
@@ -80,10 +88,7 @@ RENAMED = [
 
 def read_request(body: bytes) -> ResponseRequest:
     """Parse the body of a request, or raise an `ApiError` that says what is wrong with it."""
-    fields = decode(body, dict[str, Any])
-    for name in [name for name in fields if name in _REFUSED]:
-        if fields.pop(name) is not None:
-            raise ApiError(400, f"{name} is not supported: {_REFUSED[name]}", name)
+    fields = {name: value for name, value in decode(body, dict[str, Any]).items() if value is not None}
     if isinstance(items := fields.get("input"), list):  # the type of a message may be left out
         fields["input"] = [
             {"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in items
@@ -91,8 +96,7 @@ def read_request(body: bytes) -> ResponseRequest:
     try:
         request = msgspec.convert(fields, ResponseRequest)
     except msgspec.ValidationError as error:
-        _refuse(str(error))
-        request = decode(msgspec.json.encode(fields), ResponseRequest)  # raises the error in OpenAI's format
+        raise explained(error, _ADVICE) from error
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     if request.top_logprobs and _LOGPROBS not in (request.include or ()):
@@ -100,33 +104,23 @@ def read_request(body: bytes) -> ResponseRequest:
     return request
 
 
-def _refuse(text: str) -> None:
-    """Raise an `ApiError` that says what is allowed, if it is known for the text of a `ValidationError`."""
-    found = _INVALID.search(text)
-    allowed = found and _ALLOWED.get(re.sub(r"\[\d+\]", "[]", found[2]))
-    if found and allowed:
-        raise ApiError(400, f"{found[2]}: {found[1]} is not supported: use {allowed}", found[2])
-
-
 def chat_request(request: ResponseRequest, items: Sequence[Item]) -> ChatRequest:
     """Return the request for chat completions that has the same answer; `items` are the whole conversation."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    fields["messages"] = messages_of(items, request.instructions)
+    fields["messages"] = msgspec.convert(messages_of(items, request.instructions), list[ChatMessage])
     fields["max_completion_tokens"] = request.max_output_tokens
     if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
     if _LOGPROBS in (request.include or ()):
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.tools:
-        fields |= {"tools": list(map(_tool, request.tools)), "tool_choice": _choice(request.tool_choice)}
+        fields["tools"] = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in request.tools]
+        fields["tool_choice"] = _choice(request.tool_choice)
     elif request.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice requires a call, but the request has no tools", "tool_choice")
-    match request.text and request.text.format:
-        case JsonFormat():
-            fields["response_format"] = {"type": "json_object"}
-        case SchemaFormat(schema=schema):
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
+    form = None if request.text is None else request.text.format
+    fields["response_format"] = NamedFormat(NamedSchema(form.schema)) if isinstance(form, SchemaFormat) else form
+    return ChatRequest(**fields)
 
 
 def conversation(request: ResponseRequest, previous: bytes | None, stored: Mapping[str, bytes]) -> list[Item]:
@@ -141,32 +135,27 @@ def conversation(request: ResponseRequest, previous: bytes | None, stored: Mappi
     if isinstance(request.input, str):
         return [*items, Message(role="user", content=request.input)]
     found: dict[str | None, Item] = {}
-    for own in dict.fromkeys(stored.values()):
-        found |= {item.id: item for item in _items(own) if item.id and stored.get(item.id) == own}
+    for encoded in dict.fromkeys(stored.values()):
+        found |= {item.id: item for item in _items(encoded) if item.id and stored.get(item.id) == encoded}
     return [*items, *(found[item.id] if isinstance(item, ItemReference) else item for item in request.input)]
 
 
 def references(request: ResponseRequest) -> set[str]:
     """Return the ids of stored items to which a request refers."""
-    given = () if isinstance(request.input, str) else request.input
-    return {item.id for item in given if isinstance(item, ItemReference)}
+    items = () if isinstance(request.input, str) else request.input
+    return {item.id for item in items if isinstance(item, ItemReference)}
 
 
 def _items(encoded: bytes) -> list[Item]:
     return msgspec.json.decode(encoded, type=list[Item])
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def _choice(choice: str | ChosenFunction | AllowedTools | None) -> Any:
+def _choice(choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedTools | None) -> Any:
     match choice:
         case ChosenFunction(name=name):
-            return {"type": "function", "function": {"name": name}}
+            return NamedTool(NamedFunction(name))
         case AllowedTools(mode=mode, tools=tools):
-            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_choice, tools))}}
+            return ChosenTools(AllowedFunctions(mode, [NamedTool(NamedFunction(tool.name)) for tool in tools]))
     return choice
 
 
@@ -176,9 +165,9 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[st
     The time is linear in the size of the conversation, so texts are joined only at the end.
     """
     leading = list(itertools.takewhile(lambda item: isinstance(item, Message) and item.role in _INSTRUCT, items))
-    own = [instructions] if instructions else []
-    own += [_text(item.content) for item in leading if isinstance(item, Message)]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(own)}] if own else []
+    texts = [instructions] if instructions else []
+    texts += [_text(item.content) for item in leading if isinstance(item, Message)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     for item in items[len(leading) :]:
         last = messages[-1] if messages else {"role": ""}
         match item:

@@ -1,4 +1,4 @@
-"""Records of OpenAI's Responses API: requests, the items of a conversation, responses, and the events of a stream."""
+"""Records of OpenAI's Responses API: requests, the items of a conversation, and responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from jaxgen.serving.protocol import Generated
+from jaxgen.serving.protocol import Generated, JsonFormat, PlainFormat
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -34,12 +34,9 @@ class TopLogprob(_Record):
     bytes: list[int]
 
 
-class Logprob(_Record):
+class Logprob(TopLogprob):
     """The log-probability of a generated token."""
 
-    token: str
-    logprob: float | None
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -57,32 +54,31 @@ class Refusal(_Open, tag="refusal"):
     refusal: str
 
 
-class Message(_Open, tag="message", omit_defaults=True):
-    """A message. The role `assistant` has output text, and the other roles have input text."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
+class _Item(_Open, omit_defaults=True):
     id: str | None = None
     status: ItemStatus | None = None
 
 
-class FunctionCall(_Open, tag="function_call", omit_defaults=True):
+class Message(_Item, kw_only=True, tag="message"):
+    """A message. The role `assistant` has output text, and the other roles have input text."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | OutputText | Refusal]
+
+
+class FunctionCall(_Item, kw_only=True, tag="function_call"):
     """A call that the model asked for; `arguments` is the JSON of an object."""
 
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: ItemStatus | None = None
 
 
-class FunctionCallOutput(_Open, tag="function_call_output", omit_defaults=True):
+class FunctionCallOutput(_Item, kw_only=True, tag="function_call_output"):
     """The result of a call."""
 
     call_id: str
     output: str | list[InputText]
-    id: str | None = None
-    status: ItemStatus | None = None
 
 
 class SummaryText(_Open, tag="summary_text"):
@@ -97,14 +93,12 @@ class ReasoningText(_Open, tag="reasoning_text"):
     text: str
 
 
-class ReasoningItem(_Open, tag="reasoning", omit_defaults=True):
+class ReasoningItem(_Item, kw_only=True, tag="reasoning"):
     """Thoughts before an answer. This service returns them in `content`, never encrypted or summarized."""
 
     summary: list[SummaryText]
-    id: str | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    status: ItemStatus | None = None
 
 
 class ItemReference(_Open, tag="item_reference"):
@@ -137,14 +131,6 @@ class AllowedTools(_Record, tag_field="type", tag="allowed_tools"):
 
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction]
-
-
-class PlainFormat(_Record, tag_field="type", tag="text"):
-    """Text of any form."""
-
-
-class JsonFormat(_Record, tag_field="type", tag="json_object"):
-    """A JSON object."""
 
 
 class SchemaFormat(_Record, tag_field="type", tag="json_schema"):
@@ -283,113 +269,3 @@ class Deleted(_Record):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
-
-
-class Event(_Record, tag_field="type"):
-    """An event of a stream; events are numbered from 0."""
-
-    sequence_number: int
-
-
-class _OfResponse(Event):
-    response: ResponseBody
-
-
-class Created(_OfResponse, tag="response.created"):
-    """The first event."""
-
-
-class InProgress(_OfResponse, tag="response.in_progress"):
-    """The response is being generated."""
-
-
-class Completed(_OfResponse, tag="response.completed"):
-    """The response is complete."""
-
-
-class Incomplete(_OfResponse, tag="response.incomplete"):
-    """The response reached its maximum number of tokens."""
-
-
-class Failed(_OfResponse, tag="response.failed"):
-    """The response failed."""
-
-
-class _OfItem(Event):
-    output_index: int
-    item: OutputItem
-
-
-class ItemAdded(_OfItem, tag="response.output_item.added"):
-    """An item of the output begins."""
-
-
-class ItemDone(_OfItem, tag="response.output_item.done"):
-    """An item of the output is complete."""
-
-
-class _OfText(Event):
-    item_id: str
-    output_index: int
-    content_index: int
-
-
-class _OfPart(_OfText):
-    part: OutputText | ReasoningText
-
-
-class PartAdded(_OfPart, tag="response.content_part.added"):
-    """The content of an item begins."""
-
-
-class PartDone(_OfPart, tag="response.content_part.done"):
-    """The content of an item is complete."""
-
-
-class TextDelta(_OfText, tag="response.output_text.delta"):
-    """More text of a message."""
-
-    delta: str
-    logprobs: list[Logprob]
-
-
-class TextDone(_OfText, tag="response.output_text.done"):
-    """The text of a message."""
-
-    text: str
-    logprobs: list[Logprob]
-
-
-class ReasoningDelta(_OfText, tag="response.reasoning_text.delta"):
-    """More thoughts."""
-
-    delta: str
-
-
-class ReasoningDone(_OfText, tag="response.reasoning_text.done"):
-    """All thoughts before a message or call."""
-
-    text: str
-
-
-class ArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
-    """More arguments of a call."""
-
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
-    """The arguments of a call."""
-
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-EVENTS = (
-    Created | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone | TextDelta
-    | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
-)  # fmt: skip

@@ -14,28 +14,14 @@ from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_records import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    Completed,
-    Created,
-    Event,
-    Failed,
     FunctionCall,
-    Incomplete,
     IncompleteDetails,
-    InProgress,
     InputDetails,
-    ItemAdded,
-    ItemDone,
     Logprob,
     Message,
     OutputDetails,
     OutputText,
-    PartAdded,
-    PartDone,
     PlainFormat,
-    ReasoningDelta,
-    ReasoningDone,
     ReasoningItem,
     ReasoningOptions,
     ReasoningText,
@@ -43,11 +29,11 @@ from jaxgen.serving.response_records import (
     ResponseError,
     ResponseRequest,
     ResponseUsage,
-    TextDelta,
-    TextDone,
     TextOptions,
 )
 from jaxgen.serving.scored import Scored, TokenTexts, entries
+
+Event = dict[str, Any]  # an event of a stream, in OpenAI's form
 
 # Fields of a request that its response repeats.
 _REPEATED = (
@@ -97,7 +83,7 @@ class ResponseWriter:
 
     def begin(self) -> list[Event]:
         """Return the first events."""
-        return [self._event(Created, response=self._now()), self._event(InProgress, response=self._now())]
+        return [self._event("created", response=self._now()), self._event("in_progress", response=self._now())]
 
     def put(self, delta: Delta) -> list[Event]:
         """Add generated tokens."""
@@ -129,19 +115,19 @@ class ResponseWriter:
         )
         if self.response.status == "incomplete":
             self.response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
-            return [self._event(Incomplete, response=self.response)]
+            return [self._event("incomplete", response=self.response)]
         self.response.completed_at = int(time.time())
-        return [self._event(Completed, response=self.response)]
+        return [self._event("completed", response=self.response)]
 
     def fail(self, error: ApiError) -> Event:
         """Return the last event of a response that failed."""
         self.response.status = "failed"
         code = "invalid_prompt" if error.status == 400 else "server_error"
         self.response.error = ResponseError(code=code, message=error.message)
-        return self._event(Failed, response=self.response)
+        return self._event("failed", response=self.response)
 
-    def _event(self, kind: Any, **fields: Any) -> Event:
-        event = kind(sequence_number=self._number, **fields)
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
         self._number += 1
         return event
 
@@ -163,17 +149,19 @@ class ResponseWriter:
             item = ReasoningItem(summary=[], id=f"rs_{secrets.token_hex(24)}", status="in_progress")
             part = ReasoningText(text="")
         self._open, self._pieces, self._sent = item, [], 0
-        added = self._event(ItemAdded, output_index=len(self.response.output), item=msgspec.structs.replace(item))
-        return [*events, added, self._event(PartAdded, part=part, **self._position())]
+        added = self._event(
+            "output_item.added", output_index=len(self.response.output), item=msgspec.structs.replace(item)
+        )
+        return [*events, added, self._event("content_part.added", part=part, **self._position())]
 
     def _write(self, kind: type[Message] | type[ReasoningItem], text: str) -> list[Event]:
         """Add text to the open item, or to a new item if the open one is of another kind."""
         events = [] if isinstance(self._open, kind) else self._begin(kind)
         self._pieces.append(text)
         if kind is ReasoningItem:
-            return [*events, self._event(ReasoningDelta, delta=text, **self._position())]
+            return [*events, self._event("reasoning_text.delta", delta=text, **self._position())]
         logprobs, self._sent = self._logprobs[self._sent :], len(self._logprobs)
-        return [*events, self._event(TextDelta, delta=text, logprobs=logprobs, **self._position())]
+        return [*events, self._event("output_text.delta", delta=text, logprobs=logprobs, **self._position())]
 
     def _close(self, status: Any) -> list[Event]:
         """Complete the open item, if any."""
@@ -184,16 +172,16 @@ class ResponseWriter:
             logprobs, self._logprobs = self._logprobs, []
             part: Any = OutputText(text=text, logprobs=logprobs)
             item.content = [part]
-            done = self._event(TextDone, text=text, logprobs=logprobs, **self._position())
+            done = self._event("output_text.done", text=text, logprobs=logprobs, **self._position())
         else:
             part = ReasoningText(text=text)
             item.content = [part]
-            done = self._event(ReasoningDone, text=text, **self._position())
+            done = self._event("reasoning_text.done", text=text, **self._position())
         item.status = status
-        events = [done, self._event(PartDone, part=part, **self._position())]
+        events = [done, self._event("content_part.done", part=part, **self._position())]
         self._open = None
         self.response.output = [*self.response.output, item]
-        return [*events, self._event(ItemDone, output_index=index, item=item)]
+        return [*events, self._event("output_item.done", output_index=index, item=item)]
 
     def _call(self, call: Call) -> list[Event]:
         """Add a call."""
@@ -209,8 +197,8 @@ class ResponseWriter:
         where = {"item_id": item.id, "output_index": index}
         self.response.output = [*self.response.output, item]
         return [
-            self._event(ItemAdded, output_index=index, item=started),
-            self._event(ArgumentsDelta, delta=call.arguments, **where),
-            self._event(ArgumentsDone, name=call.name, arguments=call.arguments, **where),
-            self._event(ItemDone, output_index=index, item=item),
+            self._event("output_item.added", output_index=index, item=started),
+            self._event("function_call_arguments.delta", delta=call.arguments, **where),
+            self._event("function_call_arguments.done", name=call.name, arguments=call.arguments, **where),
+            self._event("output_item.done", output_index=index, item=item),
         ]

@@ -27,8 +27,8 @@ class TokenTexts:
 
     def bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text; for a special token, return its name as bytes."""
-        own = self._bytes[token] if token < len(self._bytes) else None
-        return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
+        data = self._bytes[token] if token < len(self._bytes) else None
+        return (self._tokenizer.backend.id_to_token(token) or "").encode() if data is None else data
 
     def text(self, token: int, as_id: bool = False) -> str:
         """Return a token's text, with U+FFFD for incomplete characters; with `as_id`, return its id as text."""

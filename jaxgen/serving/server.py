@@ -18,7 +18,7 @@ _TURNS = itertools.count()
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-def server(app: ASGIApp, *, header_seconds: float = 30.0, most: int | None = None, **options: Any) -> uvicorn.Server:
+def server(app: ASGIApp, *, header_seconds: float = 30.0, limit: int | None = None, **options: Any) -> uvicorn.Server:
     """Return a server for an application.
 
     The parser is always h11, even if httptools is installed: it limits the size of a header.
@@ -26,10 +26,10 @@ def server(app: ASGIApp, *, header_seconds: float = 30.0, most: int | None = Non
     Args:
         app: the application.
         header_seconds: the time limit for sending a request's header.
-        most: the maximum number of connections. By default, 1024, or what the process's limit on open files allows.
+        limit: the maximum number of connections. By default, 1024, or what the process's limit on open files allows.
         options: further options of `uvicorn.Config`, such as `ssl_certfile`.
     """
-    protocol: Any = functools.partial(Connection, header_seconds, most or _most_connections())
+    protocol: Any = functools.partial(Connection, header_seconds, limit or _most_connections())
     quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
     return uvicorn.Server(uvicorn.Config(app, http=protocol, backlog=_BACKLOG, **quiet, **options))
 
@@ -44,9 +44,9 @@ class Connection(H11Protocol):
         turn: increases in the order in which connections have begun to wait.
     """
 
-    def __init__(self, header_seconds: float, most: int, **given: Any):
-        super().__init__(**given)
-        self._header_seconds, self._most = header_seconds, most
+    def __init__(self, header_seconds: float, limit: int, **options: Any):
+        super().__init__(**options)
+        self._header_seconds, self._most = header_seconds, limit
         self._timer: asyncio.TimerHandle | None = None
         self.turn = next(_TURNS)
 

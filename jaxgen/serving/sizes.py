@@ -36,7 +36,7 @@ class Size(NamedTuple):
         return self.fixed + self.token * self.tokens
 
     @property
-    def most(self) -> int:
+    def limit(self) -> int:
         """The bytes after which an answer is stopped. Few tokens are longer than most; only an attack has many."""
         return 2 * self.total
 
@@ -91,11 +91,11 @@ class Sizes:
         fixed = head + _USAGE + of_prompts + count * _CHOICE + repeated
         size = Size(fixed, copies * token, sum(prompt.budget for prompt in asked.prompts) * sequences)
         # The tokens of a stream are sent as they come.
-        if (size.fixed if request.stream else size.total) > (most := self._limits.answer):
+        if (size.fixed if request.stream else size.total) > (limit := self._limits.answer):
             fields = [name for name in _FIELDS if getattr(request, name, None)] or ["max_tokens"]
             raise ApiError(
                 400,
-                f"the answer could have {size.total:,} bytes, but at most {most:,} are accepted: lower "
+                f"the answer could have {size.total:,} bytes, but at most {limit:,} are accepted: lower "
                 f"{' or '.join(fields)}, or shorten the prompt",
                 fields[0],
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -23,13 +23,28 @@ _LAST_WORDS = 2.0  # seconds allowed for sending the final error to a client tha
 class EventStream(StreamingResponse):
     """Response that sends groups of chunks as they become ready. The response ends if the client disconnects.
 
-    If the stream ends early, the prompts in `live` are cancelled.
+    If the stream ends early, the prompts in `live` are cancelled. If it fails, the error is its last chunk.
+
+    Args:
+        groups: the chunks. One with a `type` is an event that is named by it.
+        live: the prompts.
+        limits: limits for requests.
+        metrics: counts the streams that fail or end early.
+        fail: returns the chunk for an error.
+        end: the data after the last chunk.
     """
 
-    _END = b"data: [DONE]\n\n"
-
-    def __init__(self, groups: AsyncIterator[list[Any]], live: Live, limits: Limits, metrics: Metrics):
+    def __init__(
+        self,
+        groups: AsyncIterator[list[dict[str, Any]]],
+        live: Live,
+        limits: Limits,
+        metrics: Metrics,
+        fail: Callable[[ApiError], dict[str, Any]] = lambda error: error.body,
+        end: bytes = b"data: [DONE]\n\n",
+    ):
         self._groups, self._live, self._limits, self._metrics, self._ended = groups, live, limits, metrics, False
+        self._fail, self._end = fail, end
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._bodies(), headers=headers, media_type="text/event-stream")
 
@@ -61,10 +76,10 @@ class EventStream(StreamingResponse):
                     break
                 following = asyncio.ensure_future(anext(self._groups, None))
                 if group:
-                    data = b"".join(map(self._encoded, group))
+                    data = b"".join(map(_encoded, group))
                     sent += len(data)
-                    if sent > self._live.size.most:
-                        raise ApiError(400, f"the answer has more than {self._live.size.most:,} bytes: {SHORTER}")
+                    if sent > self._live.size.limit:
+                        raise ApiError(400, f"the answer has more than {self._live.size.limit:,} bytes: {SHORTER}")
                     yield data
             else:
                 error = self._live.arrival.late()
@@ -74,15 +89,13 @@ class EventStream(StreamingResponse):
         finally:
             following.cancel()
         if error is not None:
-            yield self._encoded(self._failure(error))
-        yield self._END
+            yield _encoded(self._fail(error))
+        yield self._end
 
-    def _encoded(self, chunk: Any) -> bytes:
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
-    def _failure(self, error: ApiError) -> Any:
-        """Return the last chunk of a stream that failed."""
-        return error.body
+def _encoded(chunk: dict[str, Any]) -> bytes:
+    name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
+    return name + b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def disconnected(receive: Any) -> None:

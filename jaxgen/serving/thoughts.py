@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.serving.free_text import free_text
+from jaxgen.serving.formats.format import free_text
 
 
 class Tags(NamedTuple):
@@ -24,10 +24,10 @@ def tags_of(template: str | None) -> Tags | None:
     return next((tags for tags in PAIRS if any(tag in (template or "") for tag in tags)), None)
 
 
-def is_open(prompt: str, tags: Tags, own: str = "") -> bool:
-    """Return True if an answer to `prompt` begins inside a thought; `own` is the beginning of the answer, if given."""
-    if own:
-        return own.rfind(tags.opening) > own.rfind(tags.closing)
+def is_open(prompt: str, tags: Tags, beginning: str = "") -> bool:
+    """Return True if an answer to `prompt` begins inside a thought; `beginning` is that of the answer, if any."""
+    if beginning:
+        return beginning.rfind(tags.opening) > beginning.rfind(tags.closing)
     return prompt.rstrip().endswith(tags.opening)
 
 

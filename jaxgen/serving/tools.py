@@ -6,15 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
 from jaxgen.serving.formats.format import CallParser, Format
-from jaxgen.serving.protocol import AllowedFunctions, Choice, Function, NamedFunction, NamedTool, Tool
+from jaxgen.serving.protocol import AllowedFunctions, ChosenTools, Function, NamedTool, Tool
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -40,7 +39,10 @@ class Tools:
 
     @classmethod
     def of(
-        cls, tools: list[Tool] | None, tool_choice: str | Choice | None, parallel_tool_calls: bool | None
+        cls,
+        tools: list[Tool] | None,
+        tool_choice: Literal["auto", "none", "required"] | NamedTool | ChosenTools | None,
+        parallel_tool_calls: bool | None,
     ) -> Tools | None:
         """Read a request's tool fields; None stands for an absent field. Return None if the request has no tools.
 
@@ -92,7 +94,7 @@ class Tools:
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
         """
-        return form.grammar(self._parameters, 1 if form.is_single else self.most_calls, left_out)
+        return form.grammar(self._parameters, self.most_calls, left_out)
 
     def parser(self, form: Format) -> CallParser:
         """Return a parser for the calls in an answer."""
@@ -100,22 +102,13 @@ class Tools:
 
 
 def _function(tool: Tool, where: str) -> Function:
-    if tool.type != "function":
-        raise InputError(f"{where}.type must be 'function', got {shown(tool.type)}")
     function, where = tool.function, f"{where}.function"
     if not _NAME.fullmatch(function.name):
         raise InputError(
             f"{where}.name must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, got {shown(function.name)}"
         )
-    if function.parameters:
-        if function.parameters.get("type", "object") != "object":
-            raise InputError(f"{where}.parameters.type must be 'object', got {shown(function.parameters['type'])}")
-        try:
-            parse_json(json.dumps(function.parameters))  # before the template or the grammar reads them
-        except RecursionError as error:
-            raise InputError(f"{where}.parameters: not valid JSON: nested too deeply") from error
-        except InputError as error:
-            raise InputError(f"{where}.parameters: {error}") from error
+    if function.parameters and function.parameters.get("type", "object") != "object":
+        raise InputError(f"{where}.parameters.type must be 'object', got {shown(function.parameters['type'])}")
     return function
 
 
@@ -125,21 +118,18 @@ def _for_template(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
-def _choice(value: str | Choice | None, functions: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _choice(
+    value: Literal["auto", "none", "required"] | NamedTool | ChosenTools | None, functions: Mapping[str, Any]
+) -> tuple[str, tuple[str, ...]]:
     """Return the choice (auto, none, required or named), and the functions that may be called."""
     match value:
-        case None | "auto" | "none" | "required":
-            return value or "auto", () if value == "none" else tuple(functions)
-        case Choice(type="function", function=NamedFunction() as function):
-            return "named", (_chosen(NamedTool(function), "tool_choice", functions),)
-        case Choice(type="allowed_tools", allowed_tools=AllowedFunctions(mode=mode, tools=tools)):
+        case NamedTool():
+            return "named", (_chosen(value, "tool_choice", functions),)
+        case ChosenTools(allowed_tools=AllowedFunctions(mode=mode, tools=tools)):
             where = "tool_choice.allowed_tools.tools"
-            if not tools:
-                raise InputError(f"{where} must be a list that is not empty, got []")
             allowed = {_chosen(tool, f"{where}[{i}]", functions) for i, tool in enumerate(tools)}
             return mode, tuple(name for name in functions if name in allowed)
-    allowed = "'auto', 'none', 'required' or an object with the type and the key function or allowed_tools"
-    raise InputError(f"tool_choice must be {allowed}, got {shown(msgspec.to_builtins(value))}")
+    return value or "auto", () if value == "none" else tuple(functions)
 
 
 def _chosen(tool: NamedTool, where: str, functions: Mapping[str, Any]) -> str:

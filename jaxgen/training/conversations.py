@@ -106,14 +106,14 @@ class _Template:
 def _marked_parts(text: str, marked: str) -> list[tuple[int, int]]:
     """Return the beginning and end of each generation block in `text`. In `marked`, the blocks are marked."""
     begins, ends = MARKS.values()
-    found, start, place = [], 0, 0
+    found, start, position = [], 0, 0
     for piece in re.split(f"([{begins}{ends}])", marked):
         if piece == begins:
-            start = place
+            start = position
         elif piece == ends:
-            found.append((start, place))
+            found.append((start, position))
         else:
-            place += len(piece)
+            position += len(piece)
     if re.sub(f"[{begins}{ends}]", "", marked) != text:
         raise InputError("the generation blocks of the chat template cannot be found in this conversation")
     return found
@@ -190,7 +190,7 @@ def _written(template: _Template, messages: list[dict[str, Any]]) -> tuple[bool,
 
 
 def _end(template: _Template, rendered: str, messages: list[dict[str, Any]]) -> int:
-    """Return the place in `rendered` where the turn of the last message ends.
+    """Return the position in `rendered` where the turn of the last message ends.
 
     Some templates write the eos token after the end of the turn and a newline, at the end of a conversation only.
     """
@@ -210,7 +210,7 @@ def _start(
     rendered: str,
     messages: Sequence[Mapping[str, Any]],
 ) -> int | None:
-    """Return the place in `rendered` where the answer begins, or None if it cannot be found.
+    """Return the position in `rendered` where the answer begins, or None if it cannot be found.
 
     `rendered` does not begin with `question`, because the template writes the thought at the end of the generation
     prompt differently, or not at all, when the answer follows, or because it writes earlier messages differently. In

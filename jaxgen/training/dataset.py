@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import text_lines
 from jaxgen.errors import InputError, one_line, warn
+from jaxgen.json_file import parse_json
 from jaxgen.training.examples import IGNORED, Example
 from jaxgen.training.lines import line_examples
 from jaxgen.training.loop import TrainBatch
+from jaxgen.utf8_text import text_lines
 
 _SHOWN = 10  # maximum number of unused keys in a warning
 
@@ -108,8 +108,8 @@ def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBat
         return np.random.default_rng((seed, epoch)).permutation(count)
 
     def batches(step: int) -> TrainBatch:
-        places = range(step * rows, (step + 1) * rows)
-        chosen = np.array([order(place // count)[place % count] for place in places])
+        indices = range(step * rows, (step + 1) * rows)
+        chosen = np.array([order(index // count)[index % count] for index in indices])
         return TrainBatch(data.ids[chosen], data.labels[chosen], data.segments[chosen])
 
     return batches

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError, shown
+from jaxgen.json_file import parse_json
 from jaxgen.training.conversations import chat_examples
 from jaxgen.training.examples import Example, completion_example, text_example
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, shown
+from jaxgen.json_file import parse_json
 
 # Names of roles in ShareGPT's form, and OpenAI's newer name of the system's role
 _ROLES = {

@@ -11,22 +11,13 @@ import pytest
 from jaxgen import GenerationConfig, InputError
 from jaxgen.cli import many
 from jaxgen.cli.input_file import read_lines
-from jaxgen.cli.line_options import (
-    check_lines,
-    entries_for,
-    in_batches,
-    own_call,
-    prompt_options,
-    sizes_for,
-)
+from jaxgen.cli.line_options import check_lines, in_batches
 from jaxgen.cli.session import Session
 from jaxgen.core.config.generation_options import OPTIONS
 from jaxgen.core.config.kinds import Flag, Flags
 from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.stop_reasons import StopReason
-from jaxgen.core.request.keys import KEY_IMPL
-from jaxgen.core.request.prompt import PromptReader
-from jaxgen.core.request.prompt_options import PromptOptions
+from jaxgen.core.request.known_prompts import KnownPrompts
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.results import Completion
 from tests.cli.test_many import ROOT, entries, interrupt  # noqa: F401  a fixture
@@ -84,8 +75,7 @@ def lines_of(tmp_path, *lines):
 
 def applied_in_slots(line) -> bool:
     """Return True if the option changes the prompt in the form that the device gets."""
-    options = PromptOptions(SAMPLING, 8, prompt_options([line]), entries_for([line]))
-    form = PromptReader(options, TOK, KEY_IMPL)
+    form = KnownPrompts([line], SAMPLING, TOK, in_engine=True).reader
     with_option = form.read({"ids": line.ids, **line.fields})
     without = form.read({"ids": line.ids, "index": 0})
     same = jax.tree.map(np.array_equal, with_option.options, without.options)
@@ -99,7 +89,8 @@ def applied_in_batches(line, name, monkeypatch) -> bool:
     monkeypatch.setattr(many, "generate", lambda params, ids, keys, cfg, **_: cfg)
 
     def reached(line):
-        session = many._of_batch(line, Session(None, BEAMS, None, TOK, None, {}))  # pyright: ignore
+        prompts = KnownPrompts([line], BEAMS, TOK, in_engine=False)
+        session = many._of_batch(prompts, line, Session(None, BEAMS, None, TOK, None, {}))  # pyright: ignore
         top = np.zeros([1, 1]), np.zeros([1, 1], np.int32)
         done = Completion(0, 0, [1], [5], "", StopReason.EOS, LogProbs(np.zeros(1), *top))  # pyright: ignore
         answer = many._entry(line, done, session)
@@ -117,18 +108,19 @@ def test_every_option_is_applied_or_refused(tmp_path, monkeypatch, name, cfg):
     value = value_of(name) if slots else IN_BATCHES.get(name, value_of(name))
     beside = {"output_logprobs": "logits"} if name == "top_logprobs" else {}
     (line,) = lines = lines_of(tmp_path, {"prompt": "A", name: value} | beside)
+    prompts = KnownPrompts(lines, cfg, TOK, in_engine=slots)
     may_be_set = name in MAY_BE_SET if slots else name in MAY_BE_SET_IN_BATCHES
     if not may_be_set:
         with pytest.raises(InputError, match=f"--input lines, line 1: .*{name}"):
-            check_lines(lines, cfg, TOK, "lines", slots)
+            check_lines(lines, prompts, "lines")
         return
-    check_lines(lines, cfg, TOK, "lines", slots)
+    check_lines(lines, prompts, "lines")
     assert line.asked[name] == value
     if slots:
         assert applied_in_slots(line)
     else:
         assert applied_in_batches(line, name, monkeypatch)
-        assert name not in [option.name for option in own_call(line, cfg, TOK).cfg.unread()]
+        assert name not in [option.name for option in prompts.call(line).cfg.unread()]
 
 
 def test_fields_that_are_not_options(tmp_path):
@@ -163,15 +155,15 @@ def test_tables_have_room_for_all_lines(tmp_path):
     words = [{"regex": f"[a-z]{{{count}}}"} for count in (3, 2000, 3)] + [{"stop_strings": ["a" * 1500]}]
     lines = lines_of(tmp_path, *[{"prompt": "A"} | fields for fields in words])
     expected = EngineSizes(slots=3, prompt_width=32, stop_states=2048)
-    assert sizes_for(lines, SAMPLING, TOK, None, EngineSizes(slots=3)) == expected
+    assert KnownPrompts(lines, SAMPLING, TOK, True).sizes(None, EngineSizes(slots=3)) == expected
     small = EngineSizes(grammar_states=100, grammar_transitions=1, grammar_classes=1)
-    sizes = sizes_for(lines, SAMPLING, TOK, None, small)
+    sizes = KnownPrompts(lines, SAMPLING, TOK, True).sizes(None, small)
     assert sizes.grammar_states == 2 * 2001
     assert sizes.grammar_transitions > 1
     assert sizes.grammar_classes > 1
     lines = lines_of(tmp_path, {"prompt": "A"})
     sizes = EngineSizes()
-    assert sizes_for(lines, SAMPLING, TOK, None, sizes) == dataclasses.replace(sizes, prompt_width=32)
+    assert KnownPrompts(lines, SAMPLING, TOK, True).sizes(None, sizes) == dataclasses.replace(sizes, prompt_width=32)
 
 
 MIXED = [

@@ -165,7 +165,8 @@ class TestChat:
         [
             (b"\xff", "is not a conversation: "),
             (b"[" * 100_000, "not valid JSON: nested too deeply"),
-            (b'{"messages": []}', "it must be"),
+            (b'{"messages": []}', "must be a list of at least one"),
+            (b'{"text": "A"}', "it must be"),
             (b'{"messages": [{"role": "user", "content": "A"}]}', "alternate between user and assistant"),
             (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be text"),
         ],
@@ -204,6 +205,11 @@ class TestChat:
             "max_new_tokens 2",
             "top_p 0.9",
         ]
+
+    def test_a_setting_with_which_no_answer_is_possible(self, say):
+        before, refused, after = self.notes(say("/set\n/set suppress_tokens 9999999\n/set")[2])
+        assert "suppress_tokens contains the token 9999999, but the vocabulary is 0 to" in refused
+        assert before == after
 
     @pytest.mark.filterwarnings("default")
     def test_a_warning_in_a_conversation(self, say):

@@ -166,7 +166,11 @@ def test_stop_strings_per_prompt():
         ({"bad_words_ids": [["a"]]}, TypeError, "bad_words_ids"),
         ({"bad_words_ids": [[-1]]}, ConfigError, "bad_words_ids"),
         ({"sequence_bias": {}}, ConfigError, "sequence_bias.*non-empty"),
-        ({"sequence_bias": {1: 2.0}}, ConfigError, "sequence_bias must have tuples"),
+        (
+            {"sequence_bias": {1: 2.0}},
+            ConfigError,
+            "sequence_bias must have a list or tuple of ids",
+        ),
         ({"sequence_bias": {(): 2.0}}, ConfigError, "sequence_bias"),
         ({"sequence_bias": {(1,): "x"}}, TypeError, "sequence_bias"),
         ({"sequence_bias": {(1,): float("nan")}}, TypeError, "sequence_bias"),
@@ -526,7 +530,6 @@ def test_a_config_is_printed_with_what_differs_from_the_defaults():
 def test_the_signature_of_replace_names_every_option():
     signature = inspect.signature(GenerationConfig().replace)
     assert list(signature.parameters) == [*OPTIONS, "model"]
-    assert str(signature.parameters["top_p"]) == "top_p=unchanged"
 
 
 def test_constraints_are_written_as_words():

@@ -182,7 +182,7 @@ def test_files_beside_an_adapter(tmp_path):
     (tmp_path / "model" / "model.safetensors").rename(folder / "model.safetensors")
     load_adapter(folder, PARAMS, CFG)
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"a: no adapter_model\.safetensors: download it too$"):
+    with pytest.raises(CheckpointError, match=r"a: no adapter_model\.safetensors: download the weights too$"):
         load_adapter(folder, PARAMS, CFG)
     (folder / "adapter_model.bin").write_bytes(b"PK")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin contains pickled .* with PEFT, AutoPeftModel"):

@@ -430,7 +430,7 @@ def test_a_wrong_tree_is_refused_with_a_list_of_its_errors(tmp_path, qwen2):
     layers["0"]["mlp"]["up_proj"]["weight"] = jnp.ones((16, 24))
     layers["0"]["mlp"]["down_proj"]["weight"] = jnp.ones((16, 24), jnp.int8)
     layers["1"]["mlp"]["up_proj"]["weight"] = [1.0]
-    params["a.b"] = {}
+    params["a.b"] = jnp.ones(1)
     with pytest.raises(CheckpointError) as caught:
         save_hf(params, cfg, tmp_path / "b")
     starts = [

@@ -91,7 +91,7 @@ def test_heads_are_averaged_and_nothing_else_changes(call, tmp_path, config, kv_
 
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_mean_is_taken_in_float32_and_rounded_once(call, tmp_path, qwen2, monkeypatch, stored, wanted):
-    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # so that a pooled projection takes several chunks
+    monkeypatch.setattr("convert.tensors.CHUNK", 50)  # so that a pooled projection takes several chunks
     tensors = weights(QWEN2 | FOUR_HEADS, stored)
     source = write(tmp_path / "x", QWEN2 | FOUR_HEADS, tensors)
     cast = ["--dtype", wanted] if wanted else []

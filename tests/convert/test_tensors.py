@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_written(file, monkeypatch):
 @pytest.mark.parametrize("source", FLOATS, ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_a_cast_is_numpys(file, monkeypatch, source, target):
-    monkeypatch.setattr("convert.tensors._CHUNK", 1000)
+    monkeypatch.setattr("convert.tensors.CHUNK", 1000)
     bits = (
         np.arange(1 << 16, dtype=np.uint16) if source.itemsize == 2 else np.arange(0, 1 << 32, 65537, dtype=np.uint32)
     )

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 from convert import CheckpointError, load_hf, pool_kv_heads, save_hf, shards
 from jaxgen import InputError, fuse_projections, generate, shard_params
 from jaxgen.core.model.int8 import Int8
-from jaxgen.core.model.linear import product
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Quantized, product
 from jaxgen.errors import ConfigError
 from jaxgen.training.loop import TrainConfig, TrainState
 from tests.support.checkpoints import QWEN2, weights, write

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError, KVCache, StepHook
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.extensions import Extensions
-from jaxgen.core.decoding.forward import Forward, ModelInputs, begin_hook, inputs_of, observe, run_model, run_prompts
+from jaxgen.core.decoding.forward import Forward, begin_hook, inputs_of, observe, run_model, run_prompts
 from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
@@ -26,7 +26,7 @@ CFG = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
 
 # --- Columns ------------------------------------------------------------------------------------------------------
 
-INPUTS = ModelInputs(
+INPUTS = Tokens(
     mask=jnp.asarray([[True, True, True], [True, False, False]]),
     ids=jnp.asarray([[5, 6, 7], [11, 0, 0]]),
     key_mask=jnp.ones((2, 9), bool),
@@ -60,8 +60,7 @@ def test_padded_columns_have_no_tokens():
 def passes():
     """Return outputs for prompts read whole and in chunks, more tokens (last and all logits), and no cache."""
     given = prepared(PROMPTS, CFG, PARAMS)
-    sizes = dataclasses.replace(given.run.sizes, needs=Needs(layer_states=True, final_states=True))
-    run = dataclasses.replace(given.run, sizes=sizes)
+    run = dataclasses.replace(given.run, needs=Needs(layer_states=True, final_states=True))
     more = Tokens(
         jnp.asarray([[30, 31], [40, 41], [50, 0]]), jnp.asarray([[True, True], [False, False], [True, False]])
     )
@@ -139,8 +138,7 @@ def test_a_hook_changes_the_inputs():
     cache = dataclasses.replace(KVCache.create(COUNTING.model, 3, 4), length=jnp.asarray([2, 0, 1]))
     inputs, after = inputs_of(run, rows, tokens, cache, following=6)
     np.testing.assert_array_equal(inputs.position_ids - 100, np.arange(5)[None] + [[2], [0], [1]])
-    assert inputs.ids is None
-    assert jnp.argmax(inputs.inputs_embeds, axis=-1)[2].tolist() == PROMPTS[2]
+    assert jnp.argmax(inputs.embeds, axis=-1)[2].tolist() == PROMPTS[2]
     assert inputs.key_mask.shape == (3, 4 + 6)
     assert not inputs.key_mask[:, 0].any()
     assert inputs.key_mask[:, 1:].all()
@@ -153,11 +151,10 @@ def test_without_a_hook_the_model_reads_ids_or_embeddings():
     cache = KVCache.create(COUNTING.model, 3, 4)
     inputs, _ = inputs_of(given.run, rows, tokens, cache)
     assert inputs.ids is tokens.ids
-    assert (inputs.inputs_embeds, inputs.position_ids, inputs.key_mask, inputs.adapter) == (None,) * 4
+    assert (inputs.embeds, inputs.position_ids, inputs.key_mask, inputs.adapter) == (None,) * 4
     embedded = dataclasses.replace(tokens, embeds=jnp.ones((3, 5, 64)))
     inputs, _ = inputs_of(given.run, rows, embedded, cache)
-    assert inputs.ids is None
-    assert inputs.inputs_embeds is embedded.embeds
+    assert inputs.embeds is embedded.embeds
 
 
 def test_each_row_of_both_streams_has_its_adapter():

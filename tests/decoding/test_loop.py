@@ -39,7 +39,7 @@ class Ticks:
 class Clock(Mode):
     """A mode with rows 0 to 3, in which row r always generates token r."""
 
-    def begin(self, run, prefilled):
+    def begin(self, run, rows, read):
         raise AssertionError("the tests begin by themselves")
 
     def step(self, run, state):
@@ -121,9 +121,12 @@ def test_the_result_of_rows(opened):
 
 def test_rows_added_by_a_mesh_are_only_in_the_cache():
     run = dataclasses.replace(prepared(PROMPTS).run, mesh=MESH)
-    decoded, progress = jax.jit(lambda state: (loop.finish(run, state, Clock()), loop.progress(run, state, Clock())))(
-        TICKS
-    )
+
+    @jax.jit
+    def read(state):
+        return loop.without_padding(run, Clock().finish(run, state)), loop.progress(run, state, Clock())
+
+    decoded, progress = read(TICKS)
     assert decoded.lengths.tolist() == progress.lengths.tolist() == [0, 1, 2]
     assert decoded.reasons.tolist() == [1, 2, 3]
     assert progress.done.tolist() == [False, False, True]
@@ -220,16 +223,15 @@ def test_a_prompt_is_read_once_and_answered_to_the_end():
 
     @jax.jit
     def everything(run, request):
-        prefilled = loop.prefill(run, request)
-        return prefilled, loop.continuation_of(run, request), loop.decode(run, request, mode_of(cfg))
+        return loop.prefill(run, request), loop.continuation_of(run, request), loop.decode(run, request, mode_of(cfg))
 
-    prefilled, continuation, decoded = everything(given.run, given.request)
-    assert jnp.argmax(prefilled.read.logits[:, 0], axis=-1).tolist() == [4, 10, 32]
-    assert prefilled.rows.history.step.tolist() == [0, 0, 0]
-    assert prefilled.read.cache.length.tolist() == continuation.kv.length.tolist() == [1, 3, 2]
+    (rows, read), continuation, decoded = everything(given.run, given.request)
+    assert jnp.argmax(read.logits[:, 0], axis=-1).tolist() == [4, 10, 32]
+    assert rows.history.step.tolist() == [0, 0, 0]
+    assert read.cache.length.tolist() == continuation.kv.length.tolist() == [1, 3, 2]
     assert continuation.count.tolist() == [1, 3, 2]
     assert first(continuation.tokens, continuation.count) == PROMPTS
-    embedded = np.asarray(prefilled.rows.recording.hidden_states.prefill[0])
+    embedded = np.asarray(rows.recording.hidden_states.prefill[0])
     assert (embedded[0, :2] == 0).all()  # padding
     assert np.argmax(embedded, axis=-1)[:, -1].tolist() == [3, 9, 31]
     assert decoded.tokens.tolist() == [[4, 5, 6, 7, 8, 9], [10, 11, 12, 0, 0, 0], [32, 33, 34, 35, 36, 37]]

@@ -62,7 +62,7 @@ def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs)
     prepared, mode = call(cfg, extensions, **inputs), mode_of(cfg)
     whole = run_whole(prepared.run, prepared.request, mode=mode)
     request = jax.tree.map(lambda x: x[np.array(CHOSEN)], prepared.request.complete())
-    run = dataclasses.replace(prepared.run, sizes=dataclasses.replace(prepared.run.sizes, prompts=len(CHOSEN)))
+    run = dataclasses.replace(prepared.run, prompts=len(CHOSEN))
     part = run_whole(run, request, mode=mode)
     copies = len(whole.tokens) // len(IDS)
     rows = np.concatenate([np.arange(prompt * copies, (prompt + 1) * copies) for prompt in CHOSEN])
@@ -133,7 +133,7 @@ def test_any_prompts_with_everything_of_their_own():
     assert StopReason.STOP_STRING in whole.reasons.tolist()
     complete = prepared.request.complete()
     for chosen in [rng.permutation(6)[:3] for _ in range(6)] + [rng.integers(0, 6, 3) for _ in range(4)]:
-        part = run_whole(prepared.run.of_prompts(3), complete.select(jnp.asarray(chosen)), mode=mode)
+        part = run_whole(dataclasses.replace(prepared.run, prompts=3), complete.select(jnp.asarray(chosen)), mode=mode)
         rows = (chosen[:, None] * 2 + np.arange(2)).ravel()
         for name in ("tokens", "lengths", "reasons"):
             np.testing.assert_array_equal(getattr(part, name), np.asarray(getattr(whole, name))[rows], err_msg=name)

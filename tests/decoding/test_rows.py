@@ -13,7 +13,7 @@ from jaxgen.core.decoding.continuous.lanes import Lanes
 from jaxgen.core.decoding.extensions import Extensions, functions
 from jaxgen.core.decoding.loop import prefill
 from jaxgen.core.decoding.recording import Recording
-from jaxgen.core.decoding.rows import Rows, Selection
+from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
@@ -36,7 +36,7 @@ def rows_of(prompts: list[int]) -> Rows:
     return _two_of_each(given.run, given.request)
 
 
-_two_of_each = jax.jit(lambda run, request: prefill(run, request).rows.fork(2))
+_two_of_each = jax.jit(lambda run, request: prefill(run, request)[0].fork(2))
 _insert = jax.jit(Rows.insert)
 
 
@@ -94,14 +94,14 @@ def push(run, rows: Rows, tokens: list[int], live=None, failed=None, criteria=()
     live = np.array([True] * rows.count if live is None else live)
     failed = np.array(failed or [0] * rows.count, np.int32)
     scores = np.zeros((rows.count, 50), np.float32) if scores is None else scores
-    return _push(rows, run, Selection(np.array(tokens, np.int32), scores - 1, failed), live, scores)
+    return _push(rows, run, np.array(tokens, np.int32), failed, live, scores, scores - 1)
 
 
 def test_rows_begin_with_their_prompts_and_some_have_ended():
     given = prepared([[3], [7, 8, 9], [30, 31], [5]], COUNTING.replace(max_new_tokens=[1, 9, 2, 4]))
     request = dataclasses.replace(given.request, budget=np.array([1, 9, 0, 4], np.int32))
     request.ids[3, -1] = 50
-    run = dataclasses.replace(given.run, sizes=dataclasses.replace(given.run.sizes, capacity=6))
+    run = dataclasses.replace(given.run, capacity=6)
     _, rows = begun(dataclasses.replace(given, run=run, request=request))
     assert rows.history.ids.shape == (4, 3 + 6)
     assert rows.history.length.tolist() == [1, 3, 2, 1]

@@ -11,7 +11,7 @@ from jaxgen import StepHook
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.request import Request
-from jaxgen.core.decoding.run import Run, Sizes, is_expanded
+from jaxgen.core.decoding.run import Run, is_expanded
 from tests.support.counting import CFG
 from tests.support.trunk import MESH, prepared
 
@@ -20,7 +20,7 @@ PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
 
 def run_of(extensions=None, mesh=None, prompts: int = 3, needs: Needs | None = None, **options) -> Run:
     run = prepared([[1]], CFG.replace(**options), extensions=extensions).run
-    return dataclasses.replace(run, mesh=mesh, sizes=Sizes(prompts, 6, needs=needs or Needs()))
+    return dataclasses.replace(run, mesh=mesh, prompts=prompts, capacity=6, needs=needs or Needs(), cached_slots=0)
 
 
 def request_of(**options) -> Request:
@@ -90,18 +90,16 @@ def test_sizes_and_pad_id():
     run = run_of(pad_token_id=9)
     assert (run.capacity, run.prompts, run.model) == (6, 3, CFG.model)
     assert (run.pad_id.dtype, int(run.pad_id)) == (jnp.int32, 9)
-    assert run.of_prompts(8).prompts == 8
-    assert run.of_prompts(8).capacity == 6
 
 
 @pytest.mark.parametrize("mesh", [None, MESH])
 def test_rows_added_by_a_mesh_are_copies_of_the_first_and_are_removed_again(mesh):
     run = run_of(mesh=mesh)
-    assert run.prompts == (3 if mesh is None else 4)
+    assert (run.prompts, run.padded_prompts) == (3, 3 if mesh is None else 4)
     given = {"a": jnp.asarray([5, 6, 7]), "b": jnp.asarray([[1, 2], [3, 4], [5, 6]])}
     padded = jax.jit(run.pad)(given)
-    assert padded["a"].tolist() == [5, 6, 7, 5][: run.prompts]
-    assert padded["b"].tolist() == [[1, 2], [3, 4], [5, 6], [1, 2]][: run.prompts]
+    assert padded["a"].tolist() == [5, 6, 7, 5][: run.padded_prompts]
+    assert padded["b"].tolist() == [[1, 2], [3, 4], [5, 6], [1, 2]][: run.padded_prompts]
     jax.tree.map(np.testing.assert_array_equal, run.cut(padded), given)
-    sequences = jnp.arange(2 * run.prompts)  # two per prompt
+    sequences = jnp.arange(2 * run.padded_prompts)  # two per prompt
     assert run.cut(sequences).tolist() == [*range(6)]

@@ -244,7 +244,7 @@ def test_a_coroutine_reads_events(engine):
     [
         ({"ids": [50, 320]}, InputError, "the prompt contains the token 320, but the vocabulary is 0 to 319"),
         ({"ids": []}, InputError, "the prompt has no token"),
-        ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
+        ([50] * 25, InputError, "the prompt has 25 tokens, but at most 24"),
         ({"ids": [5.0]}, TypeError, "the prompt must be a list of token ids"),
         (b"text", TypeError, "the prompt must be a list of token ids"),
         ({"text": 5}, TypeError, '"text" must be a string'),
@@ -297,9 +297,9 @@ def test_prompts_that_are_refused(engine, prompt, error, words):
 
 
 def test_a_grammar_that_never_fits_is_refused_and_others_wait_without_work(engine, monkeypatch):
-    table = engine._plan.tables["allowed"]
+    table = engine._schedule.tables["allowed"]
     with monkeypatch.context() as patched:
-        patched.setitem(engine._plan.tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
+        patched.setitem(engine._schedule.tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
         too_large = TokenAutomaton.from_regex("a{0,40}", TOK, vocab_size=320)
         with pytest.raises(InputError, match="the grammar needs 41 states"):
             engine.submit([50], allowed=too_large)
@@ -335,7 +335,7 @@ def test_the_error_of_a_prompt_is_its_result():
     assert len(done[1].tokens) > 1
     assert "every token is banned" in done[2].error
     assert "no token" in done[3].error
-    assert "more than prompt_width=24" in done[4].error
+    assert "but at most 24 are" in done[4].error
 
 
 def test_cancelled_prompts_leave_their_slots(engine):
@@ -409,7 +409,7 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_parts(engine, monkeypatch):
         assert_same(handle.result(60), expected)
     assert sum(first > 0 for first in firsts) > 4
     assert all(handle.result(60) for handle in others)
-    table = engine._plan.tables["allowed"]._entries
+    table = engine._schedule.tables["allowed"]._entries
     assert not any(part.users for key, part in table.items() if key is not None)
 
 

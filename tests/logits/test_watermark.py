@@ -331,7 +331,7 @@ def test_the_config_as_transformers_has_it():
         "seeding_scheme": "lefthash",
         "context_width": 1,
     }
-    with pytest.raises(ConfigError, match="'biass': did you mean 'bias'"):
+    with pytest.raises(ConfigError, match="'biass': known are greenlist_ratio, bias"):
         WatermarkingConfig.from_hf({"biass": 1})
     with pytest.raises(ConfigError, match="'ngram_len'"):
         WatermarkingConfig.from_hf({"ngram_len": 5})

@@ -15,7 +15,7 @@ from jaxgen.core.model.cache import EMPTY, KeysValues
 from jaxgen.core.model.cache_storage import as_numbers, as_stored
 from jaxgen.core.model.context import NO_CONTEXT
 from jaxgen.core.model.masks import Visibility
-from jaxgen.core.scoring.logprobs import continuation_logprobs
+from jaxgen.core.scoring.compiled import continuation_logprobs
 from tests.support.models import model_config, random_params, slow
 
 ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8

@@ -11,7 +11,7 @@ from jaxgen import Tokenizer, score
 from jaxgen.core.model import int8 as int8_module
 from jaxgen.core.model.context import NO_CONTEXT, Context
 from jaxgen.core.model.int8 import Int8
-from jaxgen.core.model.linear import linear, look_up
+from jaxgen.core.model.weights import linear, look_up
 from jaxgen.demo import PATH
 from tests.support.outliers import with_outliers
 

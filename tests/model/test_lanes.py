@@ -9,7 +9,7 @@ import pytest
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.int8 import Int8
-from jaxgen.core.model.linear import linear
+from jaxgen.core.model.weights import linear
 
 # Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, and of Llama 1B and 8B.
 SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 8192, 29568, 4096, 14336]

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.core.model import linear as linear_module, workarounds
+from jaxgen.core.model import weights as weights_module, workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.linear import linear, look_up, product
+from jaxgen.core.model.weights import linear, look_up, product
 from jaxgen.core.model.workarounds import in_branch
 from tests.support.compilations import compilations
 
@@ -60,7 +60,7 @@ def test_gradients_of_few_rows(rows, dtype, divided):
 
 
 def weight_is_first(x, weight, platform="cpu", divided=None):
-    traced = jax.jit(lambda x, weight: linear_module.linear(x, weight, None, Context(divided))).trace(x, weight)
+    traced = jax.jit(lambda x, weight: weights_module.linear(x, weight, None, Context(divided))).trace(x, weight)
     return "reduce_precision" in traced.lower(lowering_platforms=(platform,)).as_text()
 
 

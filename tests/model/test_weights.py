@@ -9,9 +9,8 @@ import pytest
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate
 from jaxgen.core.model import causal_lm
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.linear import linear, look_up, product
 from jaxgen.core.model.lowrank import LowRank
-from jaxgen.core.model.weights import Weight
+from jaxgen.core.model.weights import Weight, linear, look_up, product
 from jaxgen.training import lora
 from tests.support.models import counting_config, counting_params, model_config, random_params
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxgen.core.model import attention, cache, cache_storage, int8, linear, workarounds
+from jaxgen.core.model import attention, cache, cache_storage, int8, weights, workarounds
 from jaxgen.core.model.causal_lm import CausalLM, forward
 from jaxgen.core.model.workarounds import in_branch, recomputed
 from tests.support.models import model_config
@@ -108,7 +108,7 @@ def _converted(rows, values):
 PRODUCTS = {
     "the lanes' branch, bfloat16": (workarounds.in_lanes, workarounds._in_lanes, 1, "bfloat16"),
     "the lanes' branch, int8": (workarounds.in_lanes, workarounds._in_lanes, 1, "int8"),
-    "two rows for one": (functools.partial(workarounds.two_rows, linear._plain), linear._plain, 1, "bfloat16"),
+    "two rows for one": (functools.partial(workarounds.two_rows, weights._contract), weights._contract, 1, "bfloat16"),
     "8-bit weights converted in a branch": (functools.partial(in_branch, _converted), _converted, 16, "int8"),
 }
 
@@ -120,7 +120,7 @@ def test_a_loop_stores_converted_weights_without(form, plain, rows, dtype):
 
 
 @pytest.mark.parametrize(
-    ("product", "dtype"), [(linear._plain, "bfloat16"), (linear._plain, "float32"), (int8._contract, "int8")]
+    ("product", "dtype"), [(weights._contract, "bfloat16"), (weights._contract, "float32"), (int8._contract, "int8")]
 )
 def test_operands_are_swapped_without_rounding_or_a_barrier(product, dtype):
     def left_operands(function) -> set[str]:
@@ -138,8 +138,8 @@ def test_a_loop_stores_a_converted_table_without_a_branch():
 
         return _temporaries(steps, jnp.zeros((1, 1), jnp.int32), jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16))
 
-    assert stored(functools.partial(workarounds.look_up, linear._gather)) < 4 * 4096 * 64
-    assert stored(linear._gather) >= 4 * 4096 * 64 or jax.__version_info__ >= (0, 12)
+    assert stored(functools.partial(workarounds.look_up, weights._gather)) < 4 * 4096 * 64
+    assert stored(weights._gather) >= 4 * 4096 * 64 or jax.__version_info__ >= (0, 12)
 
 
 def test_a_loop_converts_a_cache_of_floats(monkeypatch):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxgen.core.decoding.loop import Decoded, Mode, Progress
-from jaxgen.core.decoding.recording import Recording
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from tests.support.compilations import compilations
@@ -41,7 +40,7 @@ class Clock(Mode):
     def start(self, run, request):
         return Ticks(jnp.int32(1), request.budget)
 
-    def begin(self, run, prefilled):
+    def begin(self, run, rows, read):
         raise AssertionError("it reads no prompts")
 
     def step(self, run, state):
@@ -50,7 +49,7 @@ class Clock(Mode):
     def finish(self, run, state):
         now = self.progress(run, state)
         reasons = jnp.where(now.done, jnp.int32(StopReason.LENGTH), StopReason.NONE)
-        return Decoded(now.tokens, now.lengths, reasons, Recording(), None)
+        return Decoded(now.tokens, now.lengths, reasons, None, None)
 
     def progress(self, run, state):
         column = jnp.arange(CAPACITY)[None, :]

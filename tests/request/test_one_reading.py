@@ -91,12 +91,17 @@ def test_grammars_are_checked_alike(grammar, budget):
         ([5, True], TypeError, r"the prompt must be a list of token ids, got \[5, True\]"),
         ([0.5], TypeError, "the prompt must be a list of token ids"),
         ([2**70], TypeError, "the prompt must be a list of token ids"),
-        ([5] * 17, InputError, "the prompt has 17 tokens, more than prompt_width=16 allows: shorten the prompt"),
+        ([5] * 17, InputError, "the prompt has 17 tokens, but at most 16 are accepted: shorten the prompt"),
     ],
 )
 def test_ids_that_are_refused(ids, error, words):
     with pytest.raises(error, match=words):
         READER.read({"ids": ids})
+
+
+def test_one_token_is_counted_in_the_singular():
+    with pytest.raises(InputError, match="the prompt has 1 token, so it fills the context of 1: shorten the prompt"):
+        Lengths(context=1).budget(1, 1)
 
 
 @settings(max_examples=300, deadline=None)

@@ -39,7 +39,7 @@ def test_an_eager_call_is_rounded_up():
     assert given.request.mask[:, -WIDTH:].tolist() == given.mask.tolist()
     assert (given.run.capacity, given.new_tokens, given.width) == (128, 6, WIDTH)
     assert given.request.budget.tolist() == [6] * 3
-    assert (given.run.sizes.prompts, given.run.sizes.slots) == (3, 0)
+    assert (given.run.prompts, given.run.cached_slots) == (3, 0)
     assert isinstance(given.request.ids, np.ndarray)
 
 
@@ -147,7 +147,7 @@ def test_a_length_that_nobody_has_set_is_told():
     ],
 )
 def test_slots_for_the_tokens_before(counts, eager, slots):
-    assert prepared(PROMPTS, eager=eager, cache=cache_of(counts)).run.sizes.slots == slots
+    assert prepared(PROMPTS, eager=eager, cache=cache_of(counts)).run.cached_slots == slots
 
 
 @pytest.mark.parametrize(("eager", "slots"), [(True, 64), (False, 44)])
@@ -155,7 +155,7 @@ def test_slots_for_a_negative_prompt(eager, slots):
     negative = np.ones((3, 44), np.int32)
     cfg = CFG.replace(guidance_scale=1.5)
     given = prepared(PROMPTS, cfg, eager=eager, cache=cache_of([3]), negative_prompt_ids=negative)
-    assert given.run.sizes.slots == slots
+    assert given.run.cached_slots == slots
 
 
 def test_a_cache_of_the_model_is_one_whose_tokens_are_unknown():

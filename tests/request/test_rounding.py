@@ -59,7 +59,7 @@ def exact(monkeypatch):
 
     def exact(call):
         with monkeypatch.context() as patch:
-            patch.setattr("jaxgen.core.request.rounding.rows_bucket", lambda prompts: prompts)
+            patch.setattr("jaxgen.core.request.prepare.rows_bucket", lambda prompts: prompts)
             return call()
 
     return exact
@@ -214,7 +214,7 @@ def test_prompts_are_not_added_where_they_do_not_fit(monkeypatch, stage):
     monkeypatch.setattr(programs, "PROGRAMS", Programs(9))
     if stage == "cache":
         size = memory_of_caches(5)
-        monkeypatch.setattr("jaxgen.core.request.memory.SMALL", 0)
+        monkeypatch.setattr("jaxgen.core.request.cache_memory.SMALL", 0)
     else:
         sizes = iter([100, 10])  # of the rounded program and of the exact one
         monkeypatch.setattr(programs, "bytes_taken", lambda compiled: next(sizes))
@@ -225,13 +225,12 @@ def test_prompts_are_not_added_where_they_do_not_fit(monkeypatch, stage):
     assert out.cache.kv.rows == 5
     np.testing.assert_array_equal(out.sequences, expected)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 5)
-    monkeypatch.setattr("jaxgen.core.request.memory.SMALL", 0)
+    monkeypatch.setattr("jaxgen.core.request.cache_memory.SMALL", 0)
     with pytest.raises(InputError, match="this call needs"):
         call()
 
 
 def memory_of_caches(prompts):
-    from jaxgen.core.request.memory import caches_bytes
+    from jaxgen.core.request.cache_memory import caches_bytes
 
-    sizes = {"sequences": 1, "width": 32, "capacity": 128, "cache_dtype": None, "slots": None}
-    return caches_bytes((MODEL,), prompts=prompts, **sizes)
+    return caches_bytes((MODEL,), CFG, prompts, sequences=1, width=32, capacity=128)

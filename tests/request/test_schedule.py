@@ -13,7 +13,7 @@ from jaxgen.core.request.prompt_options import PromptOptions
 from jaxgen.core.request.running.automaton_tables import GrammarTable
 from jaxgen.core.request.running.prefix_index import Prefixes
 from jaxgen.core.request.running.schedule import Job, Pace, Schedule
-from jaxgen.engine.results import Results
+from jaxgen.engine.results import PromptResults
 from tests.request.test_automaton_tables import VOCAB, grammar
 from tests.support.models import model_config
 
@@ -28,7 +28,9 @@ def schedule(places: int = 4, slots: int = 2, states: int = 12, prefixes: Prefix
 
 def job(plan: Schedule, index: int, automaton=None, **options) -> Job:
     prompt = plan.reader.read({"ids": [5, 6], "index": index, "allowed": automaton, **options})
-    return Job(prompt, Results(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)})
+    return Job(
+        prompt, PromptResults(prompt, None), {} if automaton is None else {"allowed": (id(automaton), automaton)}
+    )
 
 
 def add(plan: Schedule, *jobs: Job) -> None:

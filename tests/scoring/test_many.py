@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxgen import ConfigError, GenerationConfig, InputError, score, score_many
-from jaxgen.core.scoring import many
+from jaxgen.core.scoring import score_many as many
 from tests.support.compilations import compilations
 from tests.support.models import last_logits, model_config, random_params, slow
 

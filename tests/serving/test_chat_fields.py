@@ -95,13 +95,16 @@ def test_neutral_values_are_accepted(qwen, fields):
     [
         (
             {"modalities": ["text", "audio"]},
-            "modalities is not supported: only text is supported; got ['text', 'audio']",
+            "modalities[1]: invalid enum value 'audio': only text is supported",
         ),
-        ({"length_penalty": 0.5}, "length_penalty is not supported: beams are offered by generate"),
-        ({"use_beam_search": True}, "use_beam_search is not supported"),
-        ({"priority": 3}, "priority is not supported"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction is not supported"),
-        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens is not supported"),
+        ({"length_penalty": 0.5}, "length_penalty: expected `float` >= 1.0: beams are offered by generate"),
+        ({"use_beam_search": True}, "use_beam_search: invalid enum value True: beams"),
+        ({"priority": 3}, "priority: invalid enum value 3: requests"),
+        (
+            {"prediction": {"type": "content", "content": "x"}},
+            "prediction: expected `null`, got `object`: leave it out",
+        ),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens: invalid enum value False: tokens"),
         ({"best_of": 2}, "best_of=2 is not supported"),
         ({"continue_final_message": True}, "continue_final_message needs add_generation_prompt to be false"),
         ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs must not have conversation"),

@@ -161,10 +161,13 @@ def test_several_calls_become_messages_with_their_results():
         ({"role": "user"}, "messages[0].content must be a string or a list of text parts, got null"),
         ({"role": "tool", "tool_call_id": "a"}, "messages[0].content must be a string or a list of text parts"),
         ({"role": "user", "content": 3}, "messages[0].content: expected `str | array | null`, got `int`"),
-        ({"role": "user", "content": "Hi", "audio": {"id": "a"}}, "messages[0].audio is not supported"),
         (
-            {"role": "user", "content": "Hi", "function_call": {}, "prefix": True},
-            "messages[0].prefix is not supported: use",
+            {"role": "user", "content": "Hi", "audio": {"id": "a"}},
+            "messages[0].audio: expected `null`, got `object`: leave it out",
+        ),
+        (
+            {"role": "user", "content": "Hi", "prefix": True},
+            "messages[0].prefix: invalid enum value True: use",
         ),
         ({"role": "user", "content": "Hi", "name": 3}, "messages[0].name: expected `str | null`, got `int`"),
         (
@@ -179,7 +182,10 @@ def test_several_calls_become_messages_with_their_results():
         ({"role": "user", "content": "Hi", "tool_call_id": "a"}, "messages[0].tool_call_id needs the role tool"),
         ({"role": "tool", "content": "Hi"}, "messages[0].tool_call_id is missing"),
         ({"role": "assistant", "tool_calls": "f"}, "messages[0].tool_calls: expected `array | null`, got `str`"),
-        ({"role": "assistant", "tool_calls": [past_call(type="custom")]}, "messages[0].tool_calls[0].type must be"),
+        (
+            {"role": "assistant", "tool_calls": [past_call(type="custom")]},
+            "messages[0].tool_calls[0].type: invalid enum",
+        ),
         (
             {"role": "assistant", "tool_calls": [past_call(3)]},
             "messages[0].tool_calls[.*].function.arguments: expected",

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from jaxgen.errors import InputError
+from jaxgen.serving.api_keys import Keys
 from jaxgen.serving.app import Service
 from jaxgen.serving.doors import is_loopback
-from jaxgen.serving.keys import Keys
 from tests.support.service import KEY, running
 
 ORIGIN = "https://app.example.org"

@@ -189,7 +189,7 @@ def test_ids_that_the_model_writes_are_kept():
     assert call.id == "abcDEF123"
     [call] = parse(MistralList(), ['[TOOL_CALLS][{"name": "g", "id": "123456789"}]'])[1]
     assert call.id == "123456789"
-    assert all(len(form.call_id()) == (9 if isinstance(form, MistralList) else 29) for form in FORMATS)
+    assert all(len(form.call_id()) == (9 if isinstance(form, MistralNamed) else 29) for form in FORMATS)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from jaxgen.serving import answering
 from jaxgen.serving.echo import echo_of
 from jaxgen.serving.encoding import Encoder
 from jaxgen.serving.exchange import Sending
-from jaxgen.serving.grammars import Wanted
+from jaxgen.serving.grammars import GrammarSource
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.serving.in_flight import BytesInFlight
+from jaxgen.serving.in_flight import Account, BytesInFlight
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.protocol import CompletionRequest
 from tests.support.service import running
@@ -58,7 +58,7 @@ def check_released(service) -> None:
 class TestBytesInFlight:
     def test_all_together(self):
         in_flight = BytesInFlight(100)
-        accounts = [in_flight.account(name) for name in "abcde"]
+        accounts = [Account(in_flight, name) for name in "abcde"]
         for account in accounts[:4]:
             account.add(25)
         with pytest.raises(ApiError, match="the service is using too much memory") as caught:
@@ -70,7 +70,7 @@ class TestBytesInFlight:
 
     def test_a_quarter_per_client(self):
         in_flight = BytesInFlight(100)
-        one, other = in_flight.account("a"), in_flight.account("a")
+        one, other = Account(in_flight, "a"), Account(in_flight, "a")
         one.add(20)
         with pytest.raises(ApiError, match="this client's requests are using too much memory"):
             other.add(6)
@@ -78,7 +78,7 @@ class TestBytesInFlight:
         other.add(6)
         other.close()
         other.add(6)  # by a thread that has not noticed that the client left
-        assert (in_flight.total, in_flight._of_group) == (0, {})
+        assert (in_flight.total, in_flight.of_group) == (0, {})
 
 
 class TestTexts:
@@ -271,7 +271,7 @@ class TestAnswers:
 
     def test_large_answers_are_sent_in_parts(self):
         """The server's buffer for a client has at most one part, however slowly the client reads."""
-        account, sent = BytesInFlight(2**20).account("a"), []
+        account, sent = Account(BytesInFlight(2**20), "a"), []
         account.add(10)
         content = bytes(range(256)) * 1000
 
@@ -287,7 +287,7 @@ class TestAnswers:
         assert account.bytes == 0
 
     def test_a_client_that_does_not_read_an_answer_is_left(self):
-        account = BytesInFlight(2**20).account("a")
+        account = Account(BytesInFlight(2**20), "a")
         account.add(10)
 
         async def send(_):
@@ -430,7 +430,7 @@ def test_requests_are_freed_without_the_garbage_collector(service, http, own):
     """Cycles of errors and their tracebacks would keep large requests in memory for long."""
 
     def left() -> int:
-        return sum(type(each) in (CompletionRequest, Wanted) for each in gc.get_objects())
+        return sum(type(each) in (CompletionRequest, GrammarSource) for each in gc.get_objects())
 
     http.post(ASK, json=own)
     gc.collect()

@@ -6,16 +6,18 @@ import time
 
 import httpx
 import msgspec
+import pydantic
 import pytest
+from openai.types.responses import ResponseStreamEvent
 
 from jaxgen.serving.answer_text import Delta
 from jaxgen.serving.formats.reading import Call
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.limits import Limits
-from jaxgen.serving.protocol import AllowedFunctions, ChatRequest, Choice, Function, NamedFunction, NamedTool, Tool
+from jaxgen.serving.protocol import AllowedFunctions, ChatRequest, ChosenTools, Function, NamedFunction, NamedTool, Tool
 from jaxgen.serving.requests import Asked
 from jaxgen.serving.response_input import chat_request, messages_of, read_request
-from jaxgen.serving.response_records import EVENTS, Item, ResponseRequest
+from jaxgen.serving.response_records import Item, ResponseRequest
 from jaxgen.serving.response_store import ResponseStore, StoredResponse
 from jaxgen.serving.response_writer import ResponseWriter, new_response
 from tests.support.dialects import KINDS
@@ -39,6 +41,7 @@ WEATHER = {
     "strict": True,
 }
 WORDS = {"role": "user", "content": "Who are you?"}
+EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 NOTHING_ASKED = Asked([], None, 1, None, None, list, 1)
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
@@ -76,7 +79,7 @@ def events(http, **fields) -> list[dict]:
             assert name == f"event: {found[-1]['type']}"
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     for event in found:
-        msgspec.convert(event, EVENTS)
+        EVENTS.validate_python(event)
     return found
 
 
@@ -424,7 +427,7 @@ class TestInput:
         }
         request = read_request(json.dumps({"input": "a", "tools": [WEATHER], **chosen}).encode())
         allowed = AllowedFunctions("auto", [NamedTool(NamedFunction("f"))])
-        assert chat_request(request, []).tool_choice == Choice("allowed_tools", allowed_tools=allowed)
+        assert chat_request(request, []).tool_choice == ChosenTools(allowed)
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}

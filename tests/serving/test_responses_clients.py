@@ -174,7 +174,7 @@ class TestAgents:
         assert result.final_output
 
     def test_hosted_tools_are_refused_by_name(self, run):
-        with pytest.raises(openai.BadRequestError, match=r"tools\[0\].type: 'web_search"):
+        with pytest.raises(openai.BadRequestError, match=r"tools\[0\].type: invalid value 'web_search"):
             run(lambda agent, own: agents.Runner.run(agent, WHO, **own), tools=[agents.WebSearchTool()])
 
 

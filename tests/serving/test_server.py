@@ -114,7 +114,7 @@ class TestHeaderTime:
 
 class TestMostConnections:
     def test_the_longest_waiting_connection_makes_room(self):
-        with answering(app, most=4) as url, contextlib.ExitStack() as stack:
+        with answering(app, limit=4) as url, contextlib.ExitStack() as stack:
             waiting = [stack.enter_context(connected(url)) for _ in range(4)]
             for connection in waiting:
                 connection.sendall(PARTIAL)
@@ -128,7 +128,7 @@ class TestMostConnections:
             assert waiting[3].recv(4096).endswith(b"ok")
 
     def test_requests_in_progress_are_not_dropped(self):
-        with answering(app, most=2) as url, contextlib.ExitStack() as stack:
+        with answering(app, limit=2) as url, contextlib.ExitStack() as stack:
             busy = [stack.enter_context(connected(url)) for _ in range(2)]
             for connection in busy:
                 connection.sendall(WHOLE.replace(b"/", b"/slow", 1))
@@ -222,7 +222,7 @@ class TestTls:
         ],
     )
     def test_https(self, certificates, words):
-        with answering(app, most=1, header_seconds=0.3, **self.options(certificates, *words)) as url:
+        with answering(app, limit=1, header_seconds=0.3, **self.options(certificates, *words)) as url:
             assert url.startswith("https:")
             assert httpx.get(url, verify=self.context(certificates)).text == "ok"
             with connected(url) as plain:

@@ -8,7 +8,7 @@ from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.errors import InputError
 from jaxgen.serving.formats.hermes import CLOSING, Hermes
 from jaxgen.serving.http_errors import ApiError
-from jaxgen.serving.protocol import ChatRequest, Function, Tool, decode
+from jaxgen.serving.protocol import ChatRequest, decode
 from jaxgen.serving.tools import Tools
 from tests.support.automata import matrix
 from tests.support.tokenizers import byte_level, llama
@@ -106,8 +106,8 @@ def test_the_template_gets_the_fields_that_models_know():
         (None, named("f"), "tool_choice needs tools"),
         ([], "none", "tools must be a list that is not empty, got []"),
         (["f"], None, "tools[0]: expected `object`, got `str`"),
-        ([{"type": "custom", "custom": {}}], None, "tools[0].function is missing"),
-        ([{**tool("f"), "type": "custom"}], None, "tools[0].type must be 'function', got 'custom'"),
+        ([{"type": "custom", "custom": {}}], None, "tools[0].type: invalid enum value 'custom'"),
+        ([{**tool("f"), "type": "custom"}], None, "tools[0].type: invalid enum value 'custom'"),
         ([{"type": "function", "name": "f"}], None, "tools[0].function is missing"),
         ([tool("f"), tool("a b")], None, "tools[1].function.name must be 1 to 64 of .*, got 'a b'"),
         ([tool("f\n")], None, "tools[0].function.name must be"),
@@ -118,14 +118,14 @@ def test_the_template_gets_the_fields_that_models_know():
         ([tool("f", strict="yes")], None, "tools[0].function.strict: expected `bool | null`, got `str`"),
         ([tool("f", [1])], None, "tools[0].function.parameters: expected `object | null`, got `array`"),
         ([tool("f", {"type": "array"})], None, "tools[0].function.parameters.type must be 'object', got 'array'"),
-        (TOOLS, "any", "tool_choice must be 'auto', 'none', 'required' or .*, got 'any'"),
-        (TOOLS, ["auto"], "tool_choice: expected `str | object | null`, got `array`"),
-        (TOOLS, {"type": "custom"}, "tool_choice must be .*, got {'type': 'custom'}"),
-        (TOOLS, {"type": "function"}, "tool_choice must be .*, got {'type': 'function'}"),
+        (TOOLS, "any", "tool_choice: invalid enum value 'any': use auto, none, required, or"),
+        (TOOLS, ["auto"], "tool_choice: expected `str | object | null`, got `array`: use auto"),
+        (TOOLS, {"type": "custom"}, "tool_choice.type: invalid value 'custom': use function or allowed_tools"),
+        (TOOLS, {"type": "function"}, "tool_choice.function is missing"),
         (TOOLS, named("f"), "tool_choice.function.name is 'f', which is not one of the tools"),
         (TOOLS, named(3), "tool_choice.function.name: expected `str`, got `int`"),
         (TOOLS, allowed("some", "now"), "tool_choice.allowed_tools.mode: invalid enum value 'some'"),
-        (TOOLS, allowed("auto"), "tool_choice.allowed_tools.tools must be a list that is not empty"),
+        (TOOLS, allowed("auto"), "tool_choice.allowed_tools.tools: expected `array` of length >= 1"),
         (TOOLS, allowed("auto", "f"), "tool_choice.allowed_tools.tools[0].function.name is 'f'"),
     ],
 )
@@ -137,15 +137,6 @@ def test_a_field_that_is_not_valid_is_refused(tools, choice, text):
 def test_keys_that_mean_nothing_to_a_model_are_accepted():
     extra = {"cache_control": {"type": "ephemeral"}, "function": {**tool("f")["function"], "x": 1}}
     assert tools_of([{**tool("f"), **extra}], None, None).for_template == [tool("f")]
-
-
-def test_parameters_that_json_cannot_have_are_refused():
-    deep = {}
-    for _ in range(5000):
-        deep = {"items": deep}
-    for parameters, reason in ((deep, "nested too deeply"), ({"default": float("nan")}, "NaN")):
-        with pytest.raises(InputError, match=rf"tools\[0\]\.function\.parameters: .*{reason}"):
-            Tools.of([Tool(Function("f", parameters=parameters))], None, None)
 
 
 # Automata

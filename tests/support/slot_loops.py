@@ -53,7 +53,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     cfg = config(dtype)
     model = model_of(cfg)
     options, prefixes = PromptOptions(cfg, WIDTH), Prefixes.of(cfg, EngineSizes(slots=SLOTS, prompt_width=WIDTH))
-    loop = Loop.of(options, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.capacity)
+    loop = Loop(options, Extensions(), SLOTS, "threefry2x32", prefixes.capacity)
     tables = {"allowed": GrammarTable(model.vocab_size, GRAMMARS)}
     arrivals = Schedule(
         PromptReader(options), tables, loop.queue_capacity, SLOTS, np.zeros(2, np.uint32), prefixes

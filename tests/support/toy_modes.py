@@ -48,9 +48,8 @@ class Refill(Sample):
     def __init__(self, slots: int):
         self.slots = slots
 
-    def begin(self, run, prefilled):
-        rows, cache = prefilled.rows.fork(1), prefilled.read.cache
-        read = prefilled.read.fork(1)
+    def begin(self, run, rows, read):
+        rows, cache, read = rows.fork(1), read.cache, read.fork(1)
         rows = self.extend(run, rows, read, 0, rows.live)
         pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
         first = jnp.arange(self.slots, dtype=jnp.int32)

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.model.sharding import divide
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare

@@ -552,9 +552,7 @@ class TestChat:
     @pytest.mark.parametrize(
         ("role", "message"),
         [
-            ("usr", r"'usr', .*: did you mean 'user'\?"),
-            ("User", r"'User', .*: did you mean 'user'\?"),
-            ("assistent", r"'assistent', .*: did you mean 'assistant'\?"),
+            ("usr", "'usr', .*: use system"),
             ("developer", "'developer', .*: use system, user, assistant, tool, or a role from the template"),
             ("", "'', .*: use system"),
             ("x" * 10**6, r"'x+\.\.\.x+', .*: use system"),
@@ -722,15 +720,13 @@ class TestChatPrefix:
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
-        with pytest.raises(
-            InputError, match=r"conversation 1 does not begin with .* token 1 differs\. Begin with the same messages"
-        ):
+        with pytest.raises(InputError, match=r"conversation 1 does not begin with .*: begin with the same messages"):
             tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
         assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
         whole = tok.chat([USER]).ids[0]
         with pytest.raises(InputError, match="conversation 0 has no tokens after the"):
             tok.chat([USER], after=whole)
-        with pytest.raises(InputError, match=f"token {len(whole)} differs"):
+        with pytest.raises(InputError, match="conversation 0 does not begin with"):
             tok.chat([USER], after=[*whole, 1])
         with pytest.raises(InputError, match="no first token in common"):
             byte_level(chat_template="{{ messages[-1].content }}").chat_prefix(BEGINNINGS[0])

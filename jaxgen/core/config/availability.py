@@ -85,7 +85,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         if name not in cfg.enabled:
             continue
         value = getattr(cfg, name)
-        values = option.kind.prompt_count(value)
+        values = option.kind.prompt_count(value) if option.kind.per_prompt else None
         if values is not None and values != prompts:
             raise InputError(f"{name} has {values} values for {prompts} prompts: pass one per prompt or one for all")
         largest = max(option.kind.tokens(value), default=0) if option.stage or option.group == MODES else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -31,7 +32,6 @@ from jaxgen.core.config.option import (
     PROMPT_LOOKUP,
     SAMPLE,
     Option,
-    names_keywords,
 )
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.config.values import is_array, is_tracer, thawed
@@ -118,7 +118,6 @@ class GenerationConfig(GenerationOptions):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
 
-    @names_keywords(_NAMES)
     def replace(self, **fields: Any) -> GenerationConfig:
         """Return a copy with new values for some fields.
 
@@ -332,6 +331,12 @@ class GenerationConfig(GenerationOptions):
             size = f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}"
             given.append(f"model=<{model.model_type}, {size}, {model.vocab_size:,} tokens, {model.dtype}>")
         return f"GenerationConfig({', '.join(given)})"
+
+
+# Notebooks complete the names of options from the signature.
+_FIELDS = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in _NAMES]
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+vars(GenerationConfig.replace)["__signature__"] = inspect.Signature([_SELF, *_FIELDS])
 
 
 def model_of(cfg: GenerationConfig) -> ModelConfig:

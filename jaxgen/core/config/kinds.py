@@ -342,7 +342,7 @@ class Real(Kind):
         return self.array_dtype(value) if isinstance(value, int | float) else value
 
     def prompt_count(self, value: Any) -> int | None:
-        return value.shape[0] if is_array(value) and value.ndim else None
+        return np.shape(value)[0] if np.ndim(value) else None
 
     def off_leaf(self, entries: int, width: int) -> Any:
         off = self.also_off if self.neutral is None else self.neutral

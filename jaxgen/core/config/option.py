@@ -6,14 +6,10 @@ This module does not import jax.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxgen.core.config.kinds import Kind
 from jaxgen.core.config.values import is_array, is_tracer
-
-T = TypeVar("T", bound=Callable[..., Any])
 
 # Decode modes, with the names that transformers' GenerationMode uses.
 GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
@@ -33,14 +29,6 @@ RENORMALIZE, WARP = "renormalize", "warp"
 LENGTH, CHOICE = "Length and end", "Choosing a token"
 SCORES = "Scores, in the order in which they are applied"
 OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
-# The titles of these sections in the help of a command.
-_TITLES = {
-    LENGTH: "length and end",
-    CHOICE: "choosing a token",
-    SCORES: "scores",
-    OUTPUT: "prompts",
-    MODES: "beams, contrastive search, drafts, DoLa",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +77,6 @@ class Option:
     offered: tuple[Any, ...] = ()
     examples: tuple[Any, ...] = ()
 
-    @property
-    def title(self) -> str:
-        """The title of the option's section in the help of a command."""
-        return _TITLES[self.group]
-
     def parse(self, value: Any) -> Any:
         """Return the normal form of a value; see `Kind.parse`."""
         if value is None and (self.kind.optional or self.default is None):
@@ -109,29 +92,6 @@ class Option:
         if isinstance(value, bool) or isinstance(self.default, bool):
             return bool(value) != bool(self.default)
         return value != self.default and not self.kind.is_off(value) and value not in ((), {})
-
-
-def names_keywords(names: Iterable[str]) -> Callable[[T], T]:
-    """Return a decorator that names a method's `**fields` in its signature, from which notebooks complete them."""
-
-    def decorated(method: T) -> T:
-        signature = inspect.signature(method)
-        own = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
-        fields = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=UNCHANGED) for name in names]
-        vars(method)["__signature__"] = signature.replace(parameters=[*own, *fields])
-        return method
-
-    return decorated
-
-
-class _Unchanged:
-    """Default of an option that a call to `replace` leaves as it is."""
-
-    def __repr__(self) -> str:
-        return "unchanged"
-
-
-UNCHANGED = _Unchanged()
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:

@@ -18,6 +18,7 @@ from jaxgen.errors import ConfigError, shown
 
 _LEAST = 4  # the minimum number of entries in a table
 _LARGEST_BIAS = int(np.finfo(np.float32).max)
+_BIAS_FORMS = "a non-empty dict {(id, ...): bias} or a non-empty list [[[id, ...], bias]]"
 
 
 def as_lists(value: Any) -> Any:
@@ -190,14 +191,13 @@ class SequenceBias(_Table):
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:
-            raise ConfigError(f"{name} must be a non-empty dict, {{(id, ...): bias}}, got {shown(value)}")
+            raise ConfigError(f"{name} must be {_BIAS_FORMS}, got {shown(value)}")
         if isinstance(value, Mapping):
             return self._one(name, value.items(), value)
         if all(isinstance(item, Mapping) for item in value):
             return _biases([self._one(name, item.items(), value) for item in value])
         if not all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
-            forms = "a dict {(id, ...): bias} or a list [[[id, ...], bias]]"
-            raise ConfigError(f"{name} must be {forms}, got {shown(value)}")
+            raise ConfigError(f"{name} must be {_BIAS_FORMS}, got {shown(value)}")
         return self._one(name, value, value)
 
     def _one(self, name: str, items: Any, given: Any) -> FrozenDict:
@@ -205,7 +205,7 @@ class SequenceBias(_Table):
         for ids, bias in items:
             ids = as_lists(ids)
             if not isinstance(ids, list) or not ids:
-                raise ConfigError(f"{name} must have tuples of ids as keys, with at least one id, got {shown(given)}")
+                raise ConfigError(f"{name} must have a list or tuple of ids for each bias, got {shown(given)}")
             if isinstance(bias, bool) or not isinstance(bias, int | float | np.number) or bias != bias:
                 raise TypeError(f"{name} must have numbers as biases, got {shown(given)}")
             if _LARGEST_BIAS < abs(bias) < np.inf:

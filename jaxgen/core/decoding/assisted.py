@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import while_loop
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.drafting import Draft, drafter_of
 from jaxgen.core.decoding.forward import Forward, run_model
-from jaxgen.core.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.sample import Sample, SampleState, record_layers
@@ -55,9 +55,9 @@ class Assisted(Mode):
 
     drafts = replays = crops = True
 
-    def begin(self, run: Run, prefilled: Prefilled) -> AssistedState:
+    def begin(self, run: Run, rows: Rows, read: Forward) -> AssistedState:
         """Choose the first token of each row, and let the drafter read the prompts."""
-        sample = Sample().begin(run, prefilled)
+        sample = Sample().begin(run, rows, read)
         none = jnp.zeros(sample.rows.count, jnp.int32)
         return AssistedState(sample, drafter_of(run).begin(run, sample.rows), none, none)
 
@@ -99,7 +99,8 @@ def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[R
     def append(carry):
         column, active, rows, accepted = carry
         length = rows.history.length
-        rows = record_layers(rows, read, column, active, read.cache.offset)
+        if run.cfg.records:
+            rows = record_layers(rows, read, column, active, read.cache.offset)
         rows = Sample().extend(run, rows, read, column, active)
         agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, draft.tokens.shape[1] - 1)]
         agrees &= (rows.history.length > length) & (column < draft.count)

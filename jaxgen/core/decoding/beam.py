@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.forward import Forward, observe, run_model
-from jaxgen.core.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
 from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.recording import Recording, put_step
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.sample import draw_distinct, process
@@ -85,14 +85,14 @@ class BeamState:
     Attributes:
         beams: the searches of all prompts.
         cache: the keys and values of all but the last token of each row.
-        recording: the per-step records. As in transformers, they stay in their rows when the beams are reordered.
+        recording: the per-step records, or None. As in transformers, they stay in their rows when beams are reordered.
         cache_ids: as in `Rows`.
         keys: key[B], or None if nothing is sampled.
     """
 
     beams: Beams
     cache: KVCache
-    recording: Recording
+    recording: Recording | None
     cache_ids: jax.Array | None
     keys: jax.Array | None
 
@@ -111,27 +111,28 @@ class BeamSearch(Mode):
         """Require one row per beam."""
         return Needs(sequences=cfg.num_beams)
 
-    def begin(self, run: Run, prefilled: Prefilled) -> BeamState:
+    def begin(self, run: Run, rows: Rows, read: Forward) -> BeamState:
         """Choose the first token of each beam."""
         count = run.needs.sequences
-        rows = dataclasses.replace(prefilled.rows, keys=None).fork(count)
-        read = prefilled.read.fork(count)
-        unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
+        beams, forked = dataclasses.replace(rows, keys=None).fork(count), read.fork(count)
+        unrecorded = dataclasses.replace(beams, recording=None, cache_ids=None)
         state = BeamState(
             beams=Beams.begin(unrecorded, run.cfg.num_beams // run.cfg.num_beam_groups, run.capacity),
-            cache=prefilled.read.cache.fork(count, run.capacity, shared=True),
-            recording=rows.recording,
-            cache_ids=rows.cache_ids,
-            keys=prefilled.rows.keys,
+            cache=read.cache.fork(count, run.capacity, shared=True),
+            recording=beams.recording,
+            cache_ids=beams.cache_ids,
+            keys=rows.keys,
         )
-        return self._extend(run, state, read)
+        return self._extend(run, state, forked)
 
     def step(self, run: Run, state: BeamState) -> BeamState:
         """Run the last token of each beam through the model, and choose the next beams."""
         rows = state.beams.rows
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
-        recording = state.recording.put_layers(rows.history.step, rows.live, read.out, 0, read.cache.offset)
+        recording = state.recording
+        if recording is not None:
+            recording = recording.put_layers(rows.history.step, rows.live, read.out, 0, read.cache.offset)
         beams = dataclasses.replace(state.beams, rows=rows)
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 
@@ -191,7 +192,7 @@ class BeamSearch(Mode):
         logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, lambda x, _: jax.nn.log_softmax(x))
         beams = dataclasses.replace(state.beams, rows=rows)
         beams, parents, scores = self.grow(run, beams, logits, log_probs, state.keys)
-        recording = state.recording.put(step, live, logits, scores)
+        recording = state.recording and state.recording.put(step, live, logits, scores)
         return dataclasses.replace(state, beams=beams, cache=state.cache.select(parents), recording=recording)
 
 

@@ -19,12 +19,11 @@ from jax import lax
 
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.config.values import is_tracer
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.forward import Forward, observe, run_model
-from jaxgen.core.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
 from jaxgen.core.decoding.needs import Needs
-from jaxgen.core.decoding.recording import Recording
-from jaxgen.core.decoding.rows import Rows, Selection
+from jaxgen.core.decoding.request import Tokens
+from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.sample import process, record_layers
 from jaxgen.core.decoding.stop_reasons import StopReason, failure
@@ -75,13 +74,13 @@ class ContrastiveSearch(Mode):
         candidates = min(int(np.max(np.asarray(cfg.top_k))), cfg.model.vocab_size)
         return Needs(candidates=max(1, candidates), final_states=True)
 
-    def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
+    def begin(self, run: Run, rows: Rows, read: Forward) -> ContrastiveState:
         """Return the initial state. The first step chooses the first token."""
-        directions = _directions(prefilled.read)
+        directions = _directions(read)
         return ContrastiveState(
-            rows=prefilled.rows,
-            cache=prefilled.read.cache.fork(run.needs.candidates, run.capacity, shared=True),
-            read=dataclasses.replace(prefilled.read, out=None, cache=None, hidden=None),
+            rows=rows,
+            cache=read.cache.fork(run.needs.candidates, run.capacity, shared=True),
+            read=dataclasses.replace(read, out=None, cache=None, hidden=None),
             context=pad_axis(directions, 1, directions.shape[1] + run.capacity),
         )
 
@@ -110,8 +109,9 @@ class ContrastiveSearch(Mode):
         cache, read = read.cache.select(repeat_rows(best, candidates.count)), read.select(best)
 
         rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
-        rows = rows.push(run, Selection(token, scores, failed), rows.live, logits)
-        rows = record_layers(rows, read, 0, rows.live, cache.offset)
+        rows = rows.push(run, token, failed, rows.live, logits, scores)
+        if run.cfg.records:
+            rows = record_layers(rows, read, 0, rows.live, cache.offset)
         return ContrastiveState(rows, cache, dataclasses.replace(read, out=None), context)
 
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:
@@ -146,7 +146,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     Returns:
         The model's output for the rows * k candidates, and the candidates' rows with the hook's new state.
     """
-    candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(tokens.shape[1])
+    candidates = dataclasses.replace(rows, recording=None, cache_ids=None).fork(tokens.shape[1])
     flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
     eos = candidates.options(run).eos(candidates.count)
     history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read the history

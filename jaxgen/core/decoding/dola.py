@@ -48,7 +48,7 @@ class Dola(Sample):
         processed = cond(
             jnp.any(banned), lambda: jnp.where(banned, process(run, rows, logits), processed), lambda: processed
         )
-        return rows.push(run, choose(rows, processed), live, logits)
+        return rows.push(run, *choose(rows, processed), live, logits, processed)
 
 
 def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import fori_loop, while_loop
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.forward import run_model, run_prompts
-from jaxgen.core.decoding.recording import Recording
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.sample import choose, process
@@ -122,18 +121,19 @@ class DraftModel:
             logits = read.logits[:, 0, : run.model.vocab_size]
             missing = run.model.vocab_size - logits.shape[1]
             logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-            choice = choose(rows, process(run, rows, logits))
-            added = active & (choice.failed == StopReason.NONE)
-            rows = rows.push_text(run, choice.token, added, choice.scores)
+            scores = process(run, rows, logits)
+            tokens, failed = choose(rows, scores)
+            added = active & (failed == StopReason.NONE)
+            rows = rows.push_text(run, tokens, added, scores)
             if run.extensions.allowed is not None:
                 rows = rows.with_complete(run)
             active = added & rows.live & (rows.history.length - length < limit)
             if threshold is not None:
-                probs = jax.nn.softmax(choice.scores, axis=-1)
-                active &= jnp.take_along_axis(probs, choice.token[:, None], axis=1)[:, 0] >= threshold
+                probs = jax.nn.softmax(scores, axis=-1)
+                active &= jnp.take_along_axis(probs, tokens[:, None], axis=1)[:, 0] >= threshold
             return active, rows, read.cache
 
-        unrecorded = dataclasses.replace(rows, recording=Recording(), logprobs=None, hook=())
+        unrecorded = dataclasses.replace(rows, recording=None, logprobs=None, hook=())
         begin = (limit > 0, unrecorded, state.cache)
         _, drafted, cache = while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
         draft = Draft(drafted.history.following(length, width), drafted.history.length - length)

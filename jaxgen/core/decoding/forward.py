@@ -14,61 +14,17 @@ from jax import lax
 
 from jaxgen.control import fori_loop
 from jaxgen.core.decoding import guidance
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.hook import StepHook, StepInputs, StepOutput
+from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.cache import KVCache
 from jaxgen.core.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.errors import InputError
-from jaxgen.shapes import pad_axis, repeat_rows, take, where
+from jaxgen.shapes import repeat_rows, take, where
 
 # Function that computes scores from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
-
-
-@flax.struct.dataclass
-class ModelInputs:
-    """Inputs of the model in one pass, for the rows of all streams (see `guidance`).
-
-    Attributes:
-        mask: bool[streams * rows, T], True for tokens.
-        ids: int32[streams * rows, T], or None.
-        inputs_embeds: `[streams * rows, T, D]`, embeddings instead of ids, or None.
-        position_ids: int32[streams * rows, T], or None to use each token's index in its row.
-        key_mask: bool[streams * rows, W], True for tokens of the row that may be attended to; None for all tokens.
-        adapter: int32[streams * rows], the adapter of each row, or None if there are no adapters.
-    """
-
-    mask: jax.Array
-    ids: jax.Array | None = None
-    inputs_embeds: jax.Array | None = None
-    position_ids: jax.Array | None = None
-    key_mask: jax.Array | None = None
-    adapter: jax.Array | None = None
-
-    @property
-    def length(self) -> jax.Array:
-        """int32[streams * rows], the number of tokens in each row."""
-        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
-
-    def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns, starting at `first` (int32[] or int32[rows]). Columns past the end are masked."""
-        if first.ndim:
-            columns = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
-            within = columns < self.mask.shape[1]
-            columns = jnp.where(within, columns, 0)
-            inputs = self._map_columns(lambda x: jax.vmap(lambda row, at: row[at])(x, columns))
-            return dataclasses.replace(inputs, mask=inputs.mask & within)
-        return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
-
-    def padded(self, width: int) -> ModelInputs:
-        """Return the inputs padded to `width` columns."""
-        return self._map_columns(lambda x: pad_axis(x, 1, width))
-
-    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> ModelInputs:
-        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None, adapter=None))
-        return dataclasses.replace(changed, key_mask=self.key_mask, adapter=self.adapter)
 
 
 @flax.struct.dataclass
@@ -115,12 +71,12 @@ def run_prompts(
         cache_is_empty: True if there are no preceding tokens. On a CPU, attention then skips keys after the last query.
         following: the number of slots that generation will add, for the hook's attention mask.
     """
-    inputs, rows = inputs_of(run, rows, tokens, cache, following)
+    tokens, rows = inputs_of(run, rows, tokens, cache, following)
     last = jnp.maximum(tokens.length - 1, 0)
     size = run.cfg.prefill_chunk_size
     if size is not None and size < tokens.ids.shape[1]:
-        return _in_pieces(run, inputs, cache, last, size), rows
-    return in_one_pass(run, inputs, cache, last, 0 if cache_is_empty else None), rows
+        return _in_pieces(run, tokens, cache, last, size), rows
+    return in_one_pass(run, tokens, cache, last, 0 if cache_is_empty else None), rows
 
 
 def run_model(
@@ -133,23 +89,21 @@ def run_model(
     """
     if run.guided:
         tokens = guidance.stack(run.cfg, tokens)
-    inputs, rows = inputs_of(run, rows, tokens, cache)
-    return in_one_pass(run, inputs, cache, None if all_logits else jnp.maximum(tokens.length - 1, 0)), rows
+    tokens, rows = inputs_of(run, rows, tokens, cache)
+    return in_one_pass(run, tokens, cache, None if all_logits else jnp.maximum(tokens.length - 1, 0)), rows
 
 
-def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
-    """Return the inputs for `tokens`, as changed by the hook, and the rows with the hook's new state.
+def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[Tokens, Rows]:
+    """Return `tokens` with their adapters, and as changed by the hook, and the rows with the hook's new state.
 
     The arguments are as in `run_prompts`.
     """
     if run.extensions.hook is not None:
-        inputs, rows = _before(run, rows, tokens, cache, following)
-    else:
-        inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
+        tokens, rows = _before(run, rows, tokens, cache, following)
     adapter = rows.values.get("adapter")
     if run.guided:
         adapter = guidance.stack(run.cfg, adapter)
-    return dataclasses.replace(inputs, adapter=adapter), rows
+    return dataclasses.replace(tokens, adapter=adapter), rows
 
 
 def observe(
@@ -192,7 +146,7 @@ def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
     return dataclasses.replace(rows, hook=where(live, guidance.split(run.cfg, state), rows.hook))
 
 
-def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
+def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[Tokens, Rows]:
     embeds = embed(run.model, run.params, tokens.ids) if tokens.embeds is None else tokens.embeds
     count, width = tokens.ids.shape
     positions = cache.total_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -200,13 +154,13 @@ def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int
     given = StepInputs(tokens.ids, embeds, positions, attended, tokens.mask)
     before = run.extensions.hook.before(guidance.join(rows.hook), guidance.stack(run.cfg, rows.history), given)
     given, state = _pair("before", before, StepInputs)
-    inputs = ModelInputs(
-        tokens.mask,
-        inputs_embeds=given.inputs_embeds,
+    tokens = dataclasses.replace(
+        tokens,
+        embeds=given.inputs_embeds,
         position_ids=given.position_ids,
         key_mask=given.attention_mask.astype(bool),
     )
-    return inputs, _with_hook(run, rows, state, rows.live)
+    return tokens, _with_hook(run, rows, state, rows.live)
 
 
 def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
@@ -216,29 +170,29 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 
 
 def in_one_pass(
-    run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
+    run: Run, tokens: Tokens, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
     """Run all tokens in one pass, and return the logits for one column per row or for all columns.
 
     `column int32[rows]` contains each row's column; None means all columns. Each row's first new token goes into slot
     `start` of the cache. Without `start`, each row's new tokens are added after its cached tokens.
     """
-    if inputs.mask.shape[1] == 1:
+    if tokens.mask.shape[1] == 1:
         column = None
     out = forward(
         run.model,
         run.params,
-        inputs.ids,
-        inputs_embeds=inputs.inputs_embeds,
-        attention_mask=inputs.mask,
-        position_ids=inputs.position_ids,
-        key_mask=inputs.key_mask,
+        tokens.ids if tokens.embeds is None else None,
+        inputs_embeds=tokens.embeds,
+        attention_mask=tokens.mask,
+        position_ids=tokens.position_ids,
+        key_mask=tokens.key_mask,
         cache=cache,
         cache_position=start,
         logits_to_keep=0 if column is None else column[:, None],
         output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
-        context=dataclasses.replace(run.context, adapter=inputs.adapter),
+        context=dataclasses.replace(run.context, adapter=tokens.adapter),
     )
     assert out.cache is not None
     hidden = None
@@ -252,16 +206,16 @@ def in_one_pass(
     return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
 
 
-def _in_pieces(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, size: int) -> Forward:
+def _in_pieces(run: Run, tokens: Tokens, cache: KVCache, last: jax.Array, size: int) -> Forward:
     """Run the tokens in pieces of `size` columns, and return the logits in column `last int32[rows]`."""
     model = run.model
-    rows, width = inputs.mask.shape
-    inputs = inputs.padded(-(-width // size) * size)
+    rows, width = tokens.mask.shape
+    tokens = tokens.padded(-(-width // size) * size)
 
     def one(piece: jax.Array, so_far: Forward) -> Forward:
         first = piece * size
         column = jnp.clip(last - first, 0, size - 1)
-        read = in_one_pass(run, inputs.columns(first, size), so_far.cache, column)
+        read = in_one_pass(run, tokens.columns(first, size), so_far.cache, column)
         is_here = (last // size == piece)[:, None, None]
         logits, states = jax.tree.map(
             lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
@@ -276,6 +230,6 @@ def _in_pieces(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, s
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
     hidden = None
     if run.needs.final_states:
-        hidden = jnp.zeros((rows // guidance.streams(run.cfg), inputs.mask.shape[1], model.hidden_size), model.dtype)
+        hidden = jnp.zeros((rows // guidance.streams(run.cfg), tokens.mask.shape[1], model.hidden_size), model.dtype)
     begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
     return fori_loop(0, jnp.max(last) // size + 1, one, begin)

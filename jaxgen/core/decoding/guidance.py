@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.decoding.alignment import Tokens
-from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.request import Request, Tokens
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.logits import processors
 from jaxgen.core.logits.row_options import RowOptions

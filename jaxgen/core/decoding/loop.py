@@ -43,13 +43,12 @@ import jax.numpy as jnp
 from jaxgen.control import while_loop
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding import guidance
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.core.decoding.forward import Forward, begin_hook, run_prompts
 from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.recording import Recording, columns_of
-from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.request import Request, Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run, is_expanded
 from jaxgen.core.model.cache import KVCache
@@ -92,10 +91,10 @@ class Mode(abc.ABC):
 
     def start(self, run: Run, request: Request) -> Any:
         """Return the initial state: by default, the state after the prompts have been read."""
-        return self.begin(run, prefill(run, request))
+        return self.begin(run, *prefill(run, request))
 
-    def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read. The state may include each row's first token.
+    def begin(self, run: Run, rows: Rows, read: Forward) -> Any:
+        """Return the state after the prompts have been read; see `prefill`. It may include each row's first token.
 
         A mode must define this method, unless it defines `start`.
         """
@@ -112,19 +111,6 @@ class Mode(abc.ABC):
     @abc.abstractmethod
     def progress(self, run: Run, state: Any) -> Progress:
         """Return the tokens so far, for a streamer."""
-
-
-@flax.struct.dataclass
-class Prefilled:
-    """The result of prefill: the rows, the model's output and the cache.
-
-    Attributes:
-        rows: one row per prompt, before any token is generated.
-        read: the model's output for the last token of each prompt, and the cache that contains the prompts.
-    """
-
-    rows: Rows
-    read: Forward
 
 
 @flax.struct.dataclass
@@ -163,7 +149,7 @@ class Decoded:
         tokens: int32[rows, N], the generated tokens, followed by pad ids.
         lengths: int32[rows], the number of generated tokens, including eos.
         reasons: int32[rows], the `StopReason` of each row.
-        recording: the per-step records that the config requests.
+        recording: the per-step records that the config requests; None if it requests none.
         logprobs: `[rows, N, ...]`, the log-probabilities of the generated tokens; None unless requested.
         continuation: the cache to continue from; None if rows were replaced.
         sequences_scores: float32[rows], for beam search; otherwise None.
@@ -175,7 +161,7 @@ class Decoded:
     tokens: jax.Array
     lengths: jax.Array
     reasons: jax.Array
-    recording: Recording
+    recording: Recording | None
     continuation: Continuation | None
     logprobs: LogProbs | None = None
     sequences_scores: jax.Array | None = None
@@ -186,26 +172,25 @@ class Decoded:
     @classmethod
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
         """Return the result for `rows`. `cache` contains each row's tokens except the last."""
-        history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
-        continuation = Continuation(cache.first_stream(), rows.all_tokens(run.capacity), history.total_length)
+        history, recording = rows.history, rows.recording and dataclasses.replace(rows.recording, columns=None)
+        kv = cache.first_stream() if run.guided else cache
+        continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
         tokens = history.generated(run.capacity, run.pad_id)
         return cls(tokens, history.step, rows.reasons, recording, continuation, rows.logprobs)
 
 
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
     """Run a mode from prefill until every row is done."""
-    return finish(run, advance(run, mode.start(run, request), mode), mode)
+    decoded = mode.finish(run, advance(run, mode.start(run, request), mode))
+    return decoded if run.mesh is None else without_padding(run, decoded)
 
 
-def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the request's prompts. Every process can read everything except the keys and values."""
-    decoded = mode.finish(run, state)
-    if run.mesh is None:
-        return decoded
+def without_padding(run: Run, decoded: Decoded) -> Decoded:
+    """Drop the rows that pad the batch for the mesh. Every process can read everything except keys and values."""
     recording, continuation = run.cut(decoded.recording), decoded.continuation
-    decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
+    decoded = run.cut(dataclasses.replace(decoded, recording=None, continuation=None))
     decoded = constrain(decoded, run.mesh, REPLICATED)
-    if run.mesh.is_multi_process:
+    if run.mesh is not None and run.mesh.is_multi_process:
         recording = constrain(recording, run.mesh, REPLICATED)
     continuation = None if continuation is None else _cut(run, continuation)
     return dataclasses.replace(decoded, recording=recording, continuation=continuation)
@@ -242,8 +227,12 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
         return while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
-def prefill(run: Run, request: Request) -> Prefilled:
-    """Run each prompt through the model once, regardless of how many sequences continue it."""
+def prefill(run: Run, request: Request) -> tuple[Rows, Forward]:
+    """Run each prompt through the model once, regardless of how many sequences continue it.
+
+    Return one row per prompt, before any token is generated, and the model's output for the last token of each prompt,
+    with the cache that contains the prompts.
+    """
     prompt, cache, rows = open_prompts(run, request.complete())
     with jax.named_scope("prefill"):
         empty = request.cache is None
@@ -251,13 +240,13 @@ def prefill(run: Run, request: Request) -> Prefilled:
     if run.cfg.records:
         columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
         rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
-    return Prefilled(rows, read)
+    return rows, read
 
 
 def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model, and return the cache without generating any tokens."""
-    prefilled = prefill(run, request)
-    return _cut(run, Continuation(prefilled.read.cache, prefilled.rows.cache_ids, prefilled.rows.history.total_length))
+    rows, read = prefill(run, request)
+    return _cut(run, Continuation(read.cache, rows.cache_ids, rows.history.total_length))
 
 
 def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
@@ -279,8 +268,14 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
         read = guidance.with_negative(run, request, read)
     if run.extensions.hook is not None:
         rows = begin_hook(run, rows)
-    cache = _cache_for(run, request.cache, rows.count, read.ids.shape)
-    return read, dataclasses.replace(cache, streams=guidance.streams(run.cfg)), rows
+    if request.cache is None:
+        rows_read, width = read.ids.shape
+        cache = KVCache.create(run.model, rows_read, width, run.cfg.cache_dtype)
+    else:
+        cache = _extended(run, request.cache, rows.count, read.ids.shape[1])
+    if run.guided:
+        cache = dataclasses.replace(cache, streams=2)
+    return read, cache, rows
 
 
 def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
@@ -293,7 +288,7 @@ def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Arra
     total = count + prompt.length
     if given.tokens is None:
         return None, total
-    cached = Tokens.of_length(resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots), count)
+    cached = Tokens.of_length(resize_axis(repeat_rows(given.tokens, prompts), 1, run.cached_slots), count)
     return Tokens(prompt.ids, prompt.mask).after(cached).ids, total
 
 
@@ -307,15 +302,12 @@ def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
     return prompt.after(Tokens(token, pending, embeds))
 
 
-def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return a cache with space for prompts of `shape` (rows, width); if `given` is not None, its tokens come first."""
-    rows, width = shape
-    if given is None:
-        return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)
-    is_padded = given.rows == run.sizes.prompts and given.kv.rows == prompts
-    kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
-    if is_expanded(kv.rows, run.sizes.prompts, run.mesh):
-        kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
+def _extended(run: Run, given: Continuation, prompts: int, width: int) -> KVCache:
+    """Return a cache that begins with the tokens of `given`, with space for `prompts` prompts of this width."""
+    is_padded = given.rows == run.prompts and given.kv.rows == prompts
+    kv = (given if is_padded else given.without_padding()).kv.flatten(run.cached_slots)
+    if is_expanded(kv.rows, run.prompts, run.mesh):
+        kv = run.pad(kv.expand(run.prompts // kv.rows))
     if run.guided:
         return guidance.with_empty_rows(kv, prompts)
     is_shared = kv.rows < prompts or run.cfg.slots is not None

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from jaxgen.control import scan
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.extensions import Extensions
-from jaxgen.core.decoding.request import Array
+from jaxgen.core.decoding.request import Array, Tokens
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.logits.history import History
 from jaxgen.core.logits.pipeline import build_transform

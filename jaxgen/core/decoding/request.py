@@ -1,19 +1,21 @@
-"""The prompts of a run."""
+"""The prompts of a run, and the tokens that the model reads in one pass."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxgen.core.decoding.continuation import Continuation
 from jaxgen.core.decoding.continuous.lanes import Lanes
 from jaxgen.core.decoding.rng import prompt_keys
 from jaxgen.core.logits.row_options import OptionValues, repeat_values
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import pad_axis, put, repeat_rows
 
 Array = Any  # np.ndarray while a call is being prepared, jax.Array inside a program
 
@@ -70,3 +72,69 @@ class Request:
             **jax.tree.map(lambda state: repeat_rows(jnp.atleast_1d(state), prompts), states),
             key=None if self.key is None else prompt_keys(self.key, prompts),
         )
+
+
+@flax.struct.dataclass
+class Tokens:
+    """Tokens that the model reads in one pass, left-aligned: token i of a row is in column i.
+
+    They come from the prompts or from one decode step. With guidance, B counts the rows of all streams.
+
+    Attributes:
+        ids: int32[B, T]; `UNKNOWN` for tokens that are given only as embeddings.
+        mask: bool[B, T], False after a row's last token.
+        embeds: `[B, T, D]`, embeddings that replace the ids as the model's input, or None.
+        position_ids: int32[B, T], or None to use each token's index in its row.
+        key_mask: bool[B, W], True for tokens of the row that may be attended to; None for all tokens.
+        adapter: int32[B], the adapter of each row, or None if there are no adapters.
+    """
+
+    ids: jax.Array
+    mask: jax.Array
+    embeds: jax.Array | None = None
+    position_ids: jax.Array | None = None
+    key_mask: jax.Array | None = None
+    adapter: jax.Array | None = None
+
+    @classmethod
+    def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
+        """Move the tokens in `ids int32[B, T]` to the left, so that padding comes last."""
+        order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
+        return cls(
+            ids=put(jnp.zeros_like(ids), order, ids),
+            mask=jnp.arange(ids.shape[1])[None, :] < jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32),
+            embeds=None if embeds is None else put(jnp.zeros_like(embeds), order, embeds),
+        )
+
+    @classmethod
+    def of_length(cls, ids: jax.Array, length: jax.Array) -> Tokens:
+        """Return the first tokens of each row of `ids int32[B, T]`. The number of tokens is `length int32[B]`."""
+        return cls(ids, jnp.arange(ids.shape[1])[None, :] < length[:, None])
+
+    @property
+    def length(self) -> jax.Array:
+        """int32[B], the number of tokens in each row."""
+        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+
+    def after(self, other: Tokens) -> Tokens:
+        """Return the tokens of `other`, then the tokens of `self`. Both operands must have embeddings, or neither."""
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x.astype(y.dtype), y], axis=1), other, self)
+        return Tokens.align(both.ids, both.mask, both.embeds)
+
+    def columns(self, first: jax.Array, size: int) -> Tokens:
+        """Return `size` columns, starting at `first` (int32[] or int32[B]). Columns past the end are masked."""
+        if first.ndim:
+            columns = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+            within = columns < self.mask.shape[1]
+            columns = jnp.where(within, columns, 0)
+            tokens = self._map_columns(lambda x: jax.vmap(lambda row, at: row[at])(x, columns))
+            return dataclasses.replace(tokens, mask=tokens.mask & within)
+        return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
+
+    def padded(self, width: int) -> Tokens:
+        """Return the tokens padded to `width` columns."""
+        return self._map_columns(lambda x: pad_axis(x, 1, width))
+
+    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> Tokens:
+        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None, adapter=None))
+        return dataclasses.replace(changed, key_mask=self.key_mask, adapter=self.adapter)

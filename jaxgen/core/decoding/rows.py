@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.constraints import ConstraintAutomaton, ConstraintState
 from jaxgen.core.decoding.continuous.lanes import Lanes
 from jaxgen.core.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.core.decoding.recording import Recording, put_step
-from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.request import Request, Tokens
 from jaxgen.core.decoding.rng import sequence_keys
 from jaxgen.core.decoding.row_state import RowState
 from jaxgen.core.decoding.run import Run
@@ -28,21 +27,6 @@ from jaxgen.core.decoding.stop_reasons import StopReason, ended, first_reason, r
 from jaxgen.core.logits.history import History
 from jaxgen.core.logits.row_options import OptionValues, RowOptions
 from jaxgen.shapes import put, repeat_rows, take
-
-
-@flax.struct.dataclass
-class Selection:
-    """The next token of each row, and the scores from which the token was chosen.
-
-    Attributes:
-        token: int32[rows], the chosen tokens.
-        scores: float32[rows, V], after all processors and warpers.
-        failed: int32[rows], a `StopReason` for rows in which no token can be chosen, otherwise NONE.
-    """
-
-    token: jax.Array
-    scores: jax.Array
-    failed: jax.Array
 
 
 @flax.struct.dataclass
@@ -59,7 +43,7 @@ class Rows(RowState):
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream (two with guidance).
         logprobs: `[rows, N, ...]`, for the chosen token and the most likely tokens in each step; None unless requested.
-        recording: the per-step records of the output.
+        recording: the per-step records of the output; None unless requested.
         cache_ids: int32[B, W], the ids of all tokens before the generated ones, `UNKNOWN` for embeddings; None if the
             ids in the cache are not known.
     """
@@ -75,7 +59,7 @@ class Rows(RowState):
     constraints: ConstraintState | None
     hook: tuple[Any, ...]
     logprobs: LogProbs | None
-    recording: Recording
+    recording: Recording | None
     cache_ids: jax.Array | None
 
     @classmethod
@@ -109,7 +93,7 @@ class Rows(RowState):
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),
-            recording=Recording(),
+            recording=None,
             cache_ids=cache_ids,
         )
 
@@ -130,7 +114,7 @@ class Rows(RowState):
     def pad(self, run: Run) -> Rows:
         """Append rows that are done until there is one row for each prompt in the loop."""
         rows = run.pad(self)
-        return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
+        return rows.end(jnp.arange(rows.count) >= run.prompts, jnp.int32(StopReason.LENGTH))
 
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences for each row, each with a different key."""
@@ -170,31 +154,35 @@ class Rows(RowState):
 
         return jax.tree.map(write, self, source)
 
-    def push(self, run: Run, choice: Selection, live: jax.Array, logits: jax.Array) -> Rows:
+    def push(
+        self, run: Run, tokens: jax.Array, failed: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array
+    ) -> Rows:
         """Append a token to each live row, record the step, and set the stop reasons of the rows that end.
 
         Args:
             run: the constants of the run.
-            choice: the chosen tokens.
+            tokens: int32[rows], the chosen tokens.
+            failed: int32[rows], a `StopReason` for rows in which no token can be chosen, otherwise NONE.
             live: bool[rows], the rows to extend; rows that are done are never extended.
             logits: float32[rows, V], the model's logits.
+            scores: float32[rows, V], after all processors and warpers, from which the tokens were chosen.
         """
         live &= self.live
-        added = live & (choice.failed == StopReason.NONE)
-        rows = self.push_text(run, choice.token, added, choice.scores)
+        added = live & (failed == StopReason.NONE)
+        rows = self.push_text(run, tokens, added, scores)
         if run.extensions.allowed is not None:
             rows = rows.with_complete(run)
         if run.cfg.output_logprobs is not None:
-            rows = rows.with_logprobs(run, added, logits, choice.scores)
-        if run.cfg.records:  # failed steps are recorded too, because their scores show the reason
-            recording = self.recording.put(self.history.step, live, logits, choice.scores)
+            rows = rows.with_logprobs(run, added, logits, scores)
+        if self.recording is not None:  # failed steps are recorded too, because their scores show the reason
+            recording = self.recording.put(self.history.step, live, logits, scores)
             rows = dataclasses.replace(rows, recording=recording)
-        return rows.end(live & ~added, choice.failed)
+        return rows.end(live & ~added, failed)
 
     def push_text(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
         """Append `tokens int32[rows]` where `added bool[rows]` is True, and set the stop reasons, but record nothing.
 
-        `scores` are as in `Selection`. A row whose text is complete at the end of its budget gets the reason LENGTH;
+        `scores` are as in `push`. A row whose text is complete at the end of its budget gets the reason LENGTH;
         see `with_complete`.
         """
         with jax.named_scope("stop"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -19,24 +18,6 @@ from jaxgen.core.model.context import NO_CONTEXT, Context
 from jaxgen.core.model.sharding import ROWS, constrain, rows_on
 
 _PROCESSORS = frozenset(option.name for option in OPTIONS.values() if option.stage)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The static sizes of a run.
-
-    Attributes:
-        prompts: the number of prompts, B.
-        capacity: the maximum number of tokens that a row can generate, N.
-        slots: the number of cache slots for the tokens of the given cache; 0 if no cache is given. If each prompt has
-            its own cache row, `slots` includes space for the prompts.
-        needs: the requirements of the decode mode.
-    """
-
-    prompts: int
-    capacity: int
-    slots: int = 0
-    needs: Needs = dataclasses.field(default_factory=Needs)
 
 
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
@@ -57,7 +38,11 @@ class Run:
         cfg: the model's config and the options. The values of per-prompt options are in `Request.options` and
             `Rows.values`; `Rows.options` combines them.
         extensions: processors, criteria, grammar, stop strings and hook.
-        sizes: the static sizes.
+        prompts: the number of prompts, B; static, like the next three.
+        capacity: the maximum number of tokens that a row can generate, N.
+        needs: the requirements of the decode mode.
+        cached_slots: the number of cache slots for the tokens of the given cache; 0 if no cache is given. If each
+            prompt has its own cache row, this includes space for the prompts.
         context: the context of every pass.
         draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only the model and
             drafting settings of `draft` are used, because tokens are chosen with the settings of the main run.
@@ -67,7 +52,10 @@ class Run:
     params: Any
     cfg: GenerationConfig
     extensions: Extensions
-    sizes: Sizes = flax.struct.field(pytree_node=False)
+    prompts: int = flax.struct.field(pytree_node=False)
+    capacity: int = flax.struct.field(pytree_node=False)
+    needs: Needs = flax.struct.field(pytree_node=False, default=Needs())
+    cached_slots: int = flax.struct.field(pytree_node=False, default=0)
     context: Context = NO_CONTEXT
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
@@ -76,11 +64,6 @@ class Run:
     def model(self) -> ModelConfig:
         """The model's config."""
         return self.cfg.model
-
-    @property
-    def needs(self) -> Needs:
-        """The requirements of the decode mode."""
-        return self.sizes.needs
 
     @property
     def changes_scores(self) -> bool:
@@ -99,33 +82,25 @@ class Run:
         return self.extensions.hook is not None or self.needs.layer_states
 
     @property
-    def capacity(self) -> int:
-        """The maximum number of tokens that a row can generate, N."""
-        return self.sizes.capacity
-
-    @property
     def pad_id(self) -> jax.Array:
         """The id that pads a row after its last token."""
         return jnp.asarray(self.cfg.pad_token_id, jnp.int32)
 
     @property
-    def prompts(self) -> int:
+    def padded_prompts(self) -> int:
         """The number of prompts in the loop, rounded up to a multiple of the size of the mesh's axis `data`."""
-        return rows_on(self.mesh, self.sizes.prompts)
-
-    def of_prompts(self, prompts: int) -> Run:
-        """Return a copy of the run with a different number of prompts."""
-        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, prompts=prompts))
+        return rows_on(self.mesh, self.prompts)
 
     def pad(self, tree: Any) -> Any:
-        """Pad arrays `[B, ...]` to `self.prompts` rows with copies of row 0, and split the arrays across the mesh."""
-        given, wanted = self.sizes.prompts, self.prompts
-        if given < wanted:
-            row = jnp.arange(wanted)
-            tree = jax.tree.map(lambda x: x[jnp.where(row < given, row, 0)], tree)
+        """Pad arrays `[B, ...]` to `padded_prompts` rows with copies of row 0, and split the arrays across the mesh."""
+        if self.prompts < self.padded_prompts:
+            row = jnp.arange(self.padded_prompts)
+            tree = jax.tree.map(lambda x: x[jnp.where(row < self.prompts, row, 0)], tree)
         return constrain(tree, self.mesh, ROWS)
 
     def cut(self, tree: Any) -> Any:
         """Drop the padding, and return the rows of the caller's prompts, `[B * n, ...]`."""
-        given, padded = self.sizes.prompts, self.prompts
-        return tree if given == padded else jax.tree.map(lambda x: x[: x.shape[0] * given // padded], tree)
+        padded = self.padded_prompts
+        if self.prompts == padded:
+            return tree
+        return jax.tree.map(lambda x: x[: x.shape[0] * self.prompts // padded], tree)

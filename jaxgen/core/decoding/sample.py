@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from jaxgen.buckets import cache_slots
 from jaxgen.control import cond
-from jaxgen.core.decoding.alignment import Tokens
 from jaxgen.core.decoding.forward import Forward, observe, run_model
-from jaxgen.core.decoding.loop import Decoded, Mode, Prefilled, Progress
-from jaxgen.core.decoding.rows import Rows, Selection
+from jaxgen.core.decoding.loop import Decoded, Mode, Progress
+from jaxgen.core.decoding.request import Tokens
+from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.stop_reasons import StopReason, failure
 from jaxgen.core.logits.pipeline import build_transform
@@ -42,21 +42,18 @@ class Sample(Mode):
 
     takes_draft = replays = refills = True
 
-    def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
+    def begin(self, run: Run, rows: Rows, read: Forward) -> SampleState:
         """Choose the first token of each sequence."""
         copies = run.needs.sequences
         if copies == 1:
-            rows = prefilled.rows
             if rows.keys is not None:
                 rows = rows.sequence(jnp.zeros(rows.count, jnp.int32))
-            return self.enter(run, Prefilled(rows, prefilled.read))
-        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
-        read = prefilled.read.fork(copies)
+            return self.enter(run, rows, read)
+        rows, cache, read = rows.fork(copies), read.cache, read.fork(copies)
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
-    def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
+    def enter(self, run: Run, rows: Rows, read: Forward) -> SampleState:
         """Choose the first token of each row. Each row must be a sequence with its own copy of the prompt's cache."""
-        rows, read = prefilled.rows, prefilled.read
         # With the prompt and the answer in one array, a step needs fewer but larger matrix products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
@@ -83,7 +80,9 @@ class Sample(Mode):
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
         """Choose a token for each row from one column of the model's output, and append the tokens to the live rows."""
         logits, scores, rows = observe(run, rows, read, column, live)
-        return rows.push(run, choose(rows, process(run, rows, scores)), live, logits)
+        if run.changes_scores:
+            scores = process(run, rows, scores)
+        return rows.push(run, *choose(rows, scores), live, logits, scores)
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
         """Return the tokens."""
@@ -99,12 +98,16 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
 
     `offset` is the number of slots in the cache's prefix.
     """
+    assert rows.recording is not None
     recording = rows.recording.put_layers(rows.history.step, live, read.out, column, offset)
     return dataclasses.replace(rows, recording=recording)
 
 
-def choose(rows: Rows, scores: jax.Array) -> Selection:
-    """Choose the next token of each row from its processed `scores float32[rows, V]`."""
+def choose(rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Choose the next token of each row from its processed `scores float32[rows, V]`.
+
+    Return the tokens, int32[rows], and the reasons why no token can be chosen, a `StopReason` for each row or NONE.
+    """
     with jax.named_scope("choose"):
         keys, step, samples = rows.keys, rows.history.step, rows.values.get("do_sample")
         if keys is None:
@@ -115,8 +118,7 @@ def choose(rows: Rows, scores: jax.Array) -> Selection:
             some = jnp.any(samples & rows.live)
             drawn = cond(some, lambda x: draw(keys, step, x), greedy, scores)
             token = jnp.where(samples, drawn, greedy(scores))
-        failed = failure(jnp.max(scores, axis=-1))
-    return Selection(token, scores, failed)
+        return token, failure(jnp.max(scores, axis=-1))
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:

@@ -41,6 +41,15 @@ class StopReason(enum.IntEnum):
     BAD_ID = 9  # the prompt is empty or contains an id outside the vocabulary
     CANCELLED = 10  # cancelled by the caller of an engine
 
+    @property
+    def failure(self) -> str | None:
+        """The advice for a reason that is a failure; None for the other reasons."""
+        return FAILURES.get(self)
+
+    def failure_after(self, tokens: int) -> str | None:
+        """Return why a row could not continue after `tokens` generated tokens, or None if it could."""
+        return self.failure and f"cannot continue after {tokens} generated tokens: {self.failure}"
+
 
 FAILURES = {
     StopReason.NO_TOKEN: "every token is banned: loosen the options that ban tokens, or set remove_invalid_values=True",

@@ -9,8 +9,8 @@ from jaxgen.core.grammar.expression import EMPTY, NOTHING, Expression, Members, 
 from jaxgen.core.grammar.joint import Conversion, Joint, Place
 from jaxgen.core.grammar.keywords import key
 from jaxgen.core.grammar.strings import literal
-from jaxgen.core.text.json_file import types_of
 from jaxgen.errors import bare
+from jaxgen.json_file import types_of
 
 MOST_COPIES = 2**14  # maximum size of an optional repetition of items
 

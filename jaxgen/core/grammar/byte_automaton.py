@@ -119,9 +119,20 @@ def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def edges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct transitions of a table, as an array of source states and an array of target states."""
-    source, column = np.nonzero(table >= 0)
-    pairs = np.unique(source * len(table) + table[source, column])
+    state, low, _ = ranges(table)
+    pairs = np.unique(state * len(table) + table[state, low])
     return pairs // len(table), pairs % len(table)
+
+
+def ranges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the state, the first and the last column of each range of columns with the same next state."""
+    begins = np.ones(table.shape, bool)
+    begins[:, 1:] = table[:, 1:] != table[:, :-1]
+    at = np.flatnonzero(begins)
+    state, low = np.divmod(at, table.shape[1])
+    high = np.append(at[1:], table.size) - 1 - state * table.shape[1]
+    exists = table[state, low] >= 0
+    return state[exists], low[exists], high[exists]
 
 
 def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ class Checks:
             name, kept = self.name(schema), schema
             for (keyword, *key), reason in [*keywords.malformed(schema), *keywords.unsupported(schema)]:
                 self.leave_out(keywords.inside(name, *[keyword, *key][:-1]), reason)
-                kept = _without(kept, keyword, *key)
+                kept = without(kept, keyword, *key)
             if "$ref" in kept:
                 try:
                     target = self.references.target(kept)
@@ -76,15 +76,15 @@ class Checks:
                         keywords.refuse(bare(kept["$ref"]), f" must be an object, got {shown(target)}")
                 except InputError as error:
                     self.leave_out(name, str(error))
-                    kept = _without(kept, "$ref")
+                    kept = without(kept, "$ref")
             for keyword, reason in [*keywords.conflicts(kept)]:
                 self.leave_out(name, reason)
-                kept = _without(kept, keyword)
+                kept = without(kept, keyword)
             self.clean[id(schema)] = schema, self.references.adopt(kept, schema)
         return self.clean[id(schema)][1]
 
 
-def _without(schema: dict[str, Any], keyword: str, key: str | int | None = None) -> dict[str, Any]:
+def without(schema: dict[str, Any], keyword: str, key: str | int | None = None) -> dict[str, Any]:
     """Return a schema without a keyword, or without the condition that a part of the keyword's value is."""
     kept = copy.copy(schema)
     if key is None:

@@ -10,7 +10,7 @@ from jaxgen.core.grammar.byte_automaton import TooLargeError
 from jaxgen.core.grammar.keywords import key
 from jaxgen.core.grammar.references import References
 from jaxgen.core.grammar.stopping import check_stop
-from jaxgen.core.text.json_file import types_of
+from jaxgen.json_file import types_of
 
 MOST = 60_000  # maximum number of evaluations and comparisons for one schema
 

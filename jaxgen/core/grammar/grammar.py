@@ -11,8 +11,8 @@ from jaxgen.core.grammar.expression import Characters, Expression, Repeat, Text,
 from jaxgen.core.grammar.json_schema import read_schema
 from jaxgen.core.grammar.regex import read_regex
 from jaxgen.core.grammar.stopping import stoppable
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import check_whole, shown
+from jaxgen.utf8_text import encoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,15 +65,18 @@ class Grammar:
     ) -> Grammar:
         """Return the grammar of the JSON texts that are valid against a schema.
 
-        `name` is the schema's name in error messages. Without `any_order`, all members of an object are in the schema's
-        order. The other arguments are as in `TokenAutomaton.from_json_schema`.
+        Error messages name a part of the schema by its path from `name`. Without `any_order`, all members of an object
+        are in the schema's order; otherwise, optional ones are in any order if the grammar does not become too large.
+        The other arguments are as in `TokenAutomaton.from_json_schema`.
 
         Raises:
             InputError: the schema is not valid, or uses a keyword that cannot be enforced.
             TypeError: `schema` is not a dict, a str or a class with a schema.
         """
-        options: dict[str, Any] = {"unsupported": unsupported, "left_out": left_out, "any_order": any_order}
-        return cls(read_schema(schema, whitespace_pattern, name=name, **options))
+        tree = read_schema(
+            schema, whitespace_pattern, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order
+        )
+        return cls(tree)
 
     @classmethod
     def any_character(cls, *, but: str = "") -> Grammar:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError, bare, shown
+from jaxgen.json_file import parse_json
 
 LONGEST = 1_000_000  # maximum length of a schema, in characters
 DEEPEST = 64  # maximum nesting depth
@@ -174,15 +174,12 @@ def _is_type(value: Any) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
-    **dict.fromkeys(("$ref", "$dynamicRef"), (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(("$ref", "$dynamicRef", "pattern", "format"), (lambda value: isinstance(value, str), "a string")),
     "$id": (lambda value: isinstance(value, str) and "#/" not in value, "a URI without a path after #"),
     "$anchor": (lambda value: isinstance(value, str) and bool(_ANCHOR.fullmatch(value)), "a name"),
-    "pattern": (lambda value: isinstance(value, str), "a string"),
-    "format": (lambda value: isinstance(value, str), "a string"),
     "items": (lambda value: is_schema(value) or isinstance(value, list), "an object, or true for any value"),
     "required": (_are_names, "a list of names"),
-    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
-    "nullable": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(("uniqueItems", "nullable"), (lambda value: isinstance(value, bool), "true or false")),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number > 0"),
     "dependentRequired": (
         lambda value: isinstance(value, dict) and all(map(_are_names, value.values())),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxgen.core.grammar.expression import NOTHING, Compiled, Expression, Text, 
 from jaxgen.core.grammar.integers import integer_range
 from jaxgen.core.grammar.products import difference
 from jaxgen.core.grammar.regex import read_regex
-from jaxgen.core.text.json_file import types_of
+from jaxgen.json_file import types_of
 
 LARGEST = 10**keywords.MOST_DIGITS - 1
 MOST_DIVISOR = 5_000  # maximum divisor of integers, without factors of 10
@@ -165,17 +164,16 @@ def _bounded(low: Bound, high: Bound, exact: bool) -> list[Expression]:
 def _side(bound: tuple[Fraction, bool], below: bool) -> Expression:
     """Return the expression for the decimals at most, or at least, as large as a bound, or strictly so."""
     limit, exclusive = bound
-    positive = read_regex(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?")
-    toward_zero = below == (limit > 0)  # the side of the limit on which zero is
+    positive = read_regex(_POSITIVE)
     if limit == 0:
         zero = [] if exclusive else [read_regex(r"0(?:\.0+)?")]
-        other = _above(Fraction(0), True)
+        other = _above(limit, True)
         return choice([*zero, sequence("-", other) if below else other])
-    inner = _below(abs(limit), exclusive) if toward_zero else _above(abs(limit), exclusive)
-    signed = inner if limit > 0 else sequence("-", inner)
-    if not toward_zero:
-        return signed
-    return choice([signed, sequence("-", positive) if below else positive])
+    if below == (limit > 0):  # zero is on this side of the limit
+        inner = _below(abs(limit), exclusive)
+        return choice([inner, sequence("-", positive)] if below else [sequence("-", inner), positive])
+    inner = NOTHING if abs(limit) >= LARGEST else _above(abs(limit), exclusive)
+    return sequence("-", inner) if below else inner
 
 
 def _parts(limit: Fraction) -> tuple[int, str]:
@@ -190,13 +188,12 @@ def _parts(limit: Fraction) -> tuple[int, str]:
 
 
 _ANY = "[0-9]*"
+_POSITIVE = r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?"
 
 
 def _above(limit: Fraction, exclusive: bool) -> Expression:
     """Return the expression for the decimals >= 0 that are at least a limit >= 0, or above it."""
     whole, digits = _parts(limit)
-    if whole >= LARGEST:
-        return NOTHING
     larger = sequence(integer_range(whole + 1, None), read_regex(r"(?:\.[0-9]+)?"))
     tails = [f"{digits[:i]}[{int(digit) + 1}-9]{_ANY}" for i, digit in enumerate(digits) if digit != "9"]
     tails.append(f"{digits}0*[1-9]{_ANY}" if exclusive else f"{digits}{_ANY if digits else '[0-9]+'}")
@@ -206,29 +203,12 @@ def _above(limit: Fraction, exclusive: bool) -> Expression:
     return choice([larger, sequence(str(whole), read_regex(fraction))])
 
 
+@functools.lru_cache(1000)
 def _below(limit: Fraction, exclusive: bool) -> Expression:
     """Return the expression for the decimals >= 0 that are at most a limit > 0, or below it."""
-    whole, digits = _parts(limit)
-    options: list[Expression] = []
-    if whole > 0:
-        smaller = integer_range(0, min(whole - 1, LARGEST))
-        options.append(sequence(smaller, read_regex(r"(?:\.[0-9]+)?")))
-    if whole <= LARGEST:
-        tails = list(_tails_below(digits, exclusive))
-        if digits or not exclusive:
-            tails_text = f"(?:\\.(?:{'|'.join(tails)}))?" if tails else ""
-            options.append(sequence(str(whole), read_regex(tails_text)))
-    return choice(options)
-
-
-def _tails_below(digits: str, exclusive: bool) -> Iterator[str]:
-    for i, digit in enumerate(digits):
-        if i:
-            yield digits[:i]
-        if digit != "0":
-            yield f"{digits[:i]}[0-{int(digit) - 1}]{_ANY}"
-    if not exclusive:
-        yield f"{digits}0*" if digits else "0+"
+    if limit > LARGEST:
+        limit, exclusive = Fraction(LARGEST + 1), True
+    return difference([read_regex(_POSITIVE)], [_above(limit, not exclusive)], "the schema")
 
 
 def _spellings(value: int | float) -> Expression:

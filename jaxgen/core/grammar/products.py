@@ -13,6 +13,7 @@ from jaxgen.core.grammar.byte_automaton import (
     Work,
     automaton_of,
     distinct,
+    ranges,
     refuse_size,
     restricted,
     useful_part,
@@ -132,12 +133,11 @@ def _frozen(automaton: ByteAutomaton) -> Expression:
     table, accepting, start = automaton
     order = np.concatenate([[start], np.delete(np.arange(len(table)), start)])  # the start becomes state 0
     number = np.append(np.argsort(order), -1)
-    rows = number[table[order]]
-    ends = np.pad(rows[:, 1:] != rows[:, :-1], ((0, 0), (0, 1)), constant_values=True)
-    moves = []
-    for row, end in zip(rows, ends, strict=True):
-        lasts = np.flatnonzero(end).tolist()
-        firsts = [0, *(last + 1 for last in lasts[:-1])]
-        targets = row[lasts].tolist()
-        moves.append(tuple(move for move in zip(firsts, lasts, targets, strict=True) if move[2] >= 0))
-    return Compiled(tuple(moves), frozenset(np.flatnonzero(accepting[order]).tolist()))
+    table = number[table[order]]
+    moves: list[list[tuple[int, int, int]]] = [[] for _ in table]
+    state, low, high = ranges(table)
+    for row, first, last, target in zip(
+        *(part.tolist() for part in (state, low, high, table[state, low])), strict=True
+    ):
+        moves[row].append((first, last, target))
+    return Compiled(tuple(map(tuple, moves)), frozenset(np.flatnonzero(accepting[order]).tolist()))

@@ -59,11 +59,6 @@ _NAME = re.compile(r"\(\?P?<[A-Za-z_$][A-Za-z0-9_$]*>")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,8})\}")
 _PROPERTY = re.compile(r"[pP]\{(?:General_Category=|gc=)?([A-Za-z_=]+)\}")
 _LOOKS = {"(?=": (True, False), "(?!": (True, True), "(?<=": (False, False), "(?<!": (False, True)}
-_LATER = {
-    "(?>": "an atomic group",
-    "(?#": "a comment",
-    "(?(": "a condition",
-}
 
 
 def read_regex(
@@ -209,25 +204,22 @@ class _Reader:
         return union([*ranges, *((other, other) for other in others)])
 
     def group(self, depth: int) -> Expression:
-        for opening, (ahead, negated) in _LOOKS.items():
-            if self.next(opening):
-                self.large ^= negated
-                inner = self.choice(depth + 1)
-                self.large ^= negated
-                if not self.next(")"):
-                    self.refuse("has a group that is not closed")
-                return Look(inner, ahead, negated)
-        if not self.next("(?:") and not self.match(_NAME):
-            for opening, name in _LATER.items():
-                if self.pattern.startswith(opening, self.place):
-                    self.refuse(f"has {name}, {opening}...), which is not supported")
+        look = next((look for opening, look in _LOOKS.items() if self.next(opening)), None)
+        if look is None and not self.next("(?:") and not self.match(_NAME):
             if self.pattern.startswith("(?", self.place):
-                self.refuse("has an unknown kind of group: write (?:...); (?i) and (?s) may stand at the start")
+                kind = self.pattern[self.place : self.place + 3]
+                self.refuse(
+                    f"has a kind of group that is not supported, {kind}: write (?:...); (?i) and (?s) may stand at the "
+                    "start"
+                )
             self.place += 1
+        negated = look is not None and look[1]
+        self.large ^= negated
         inner = self.choice(depth + 1)
+        self.large ^= negated
         if not self.next(")"):
             self.refuse("has a group that is not closed")
-        return inner
+        return inner if look is None else Look(inner, *look)
 
     def brackets(self) -> Ranges:
         """Read a class after its opening bracket."""

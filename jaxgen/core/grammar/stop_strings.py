@@ -26,8 +26,8 @@ from jaxgen.buckets import power_of_two
 from jaxgen.control import fori_loop
 from jaxgen.core.config.kinds import Text
 from jaxgen.core.text.tokenizer import Tokenizer, check_tokenizer
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import InputError, shown
+from jaxgen.utf8_text import encoded
 
 SMALLEST = 64  # minimum number of states
 # The values of the option `stop_strings`.

@@ -12,7 +12,6 @@ from jaxgen.core.grammar.expression import (
     NOTHING,
     Characters,
     Expression,
-    Part,
     Repeat,
     Text,
     choice,
@@ -133,8 +132,3 @@ def _escaped(text: str) -> bytes:
 def literal(value: object) -> Text:
     """Return the expression for one JSON value."""
     return Text(json.dumps(value, ensure_ascii=False).encode())
-
-
-def named(name: str, content: Expression) -> Expression:
-    """Return the expression for a string that error messages call `name`."""
-    return Part(name, quoted(content))

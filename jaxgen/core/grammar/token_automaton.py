@@ -23,9 +23,9 @@ from jaxgen.core.grammar.row_parts import row_parts
 from jaxgen.core.grammar.token_table import COMPLETE, FAR, NEVER, TokenTable, prefix_table, token_table, tokens_of
 from jaxgen.core.grammar.within import within
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import InputError, shown
 from jaxgen.shapes import short_repr
+from jaxgen.utf8_text import encoded
 
 OF_STATE = "part", "first", "count", "spans", "accepting", "free", "shortest"  # arrays with an entry for each state
 OF_TRANSITION = "low", "high", "step", "longer", "span_low", "span_high"  # for each transition
@@ -146,8 +146,9 @@ class TokenAutomaton:
         given, they are added to that list instead. `whitespace_pattern` is a regular expression for the whitespace
         between JSON tokens; None means `[ ]?`. The other arguments and errors are as in `from_regex`.
         """
-        options: dict[str, Any] = {"unsupported": unsupported, "left_out": left_out}
-        grammar = Grammar.json_schema(schema, whitespace_pattern=whitespace_pattern, **options)
+        grammar = Grammar.json_schema(
+            schema, whitespace_pattern=whitespace_pattern, unsupported=unsupported, left_out=left_out
+        )
         return cls.from_expression(grammar, tokenizer, name="the schema", vocab_size=vocab_size)
 
     @classmethod

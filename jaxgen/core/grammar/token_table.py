@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from jaxgen.core.grammar.byte_automaton import ByteAutomaton, distances, distinct, restricted
+from jaxgen.core.grammar.byte_automaton import ByteAutomaton, distances, distinct, edges, ranges, restricted
 from jaxgen.core.grammar.stopping import check_stop
 from jaxgen.core.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.errors import InputError
@@ -207,19 +207,19 @@ def compact(
     place = np.empty(len(order), np.int64)
     place[order] = like
     classes, transitions = place[classes], transitions[:, order[columns]]
-    source, target = _edges(transitions)
+    source, target = edges(transitions)
     shortest = distances(accepting, target, source)
     useful = (shortest >= 0) & (distances(np.isin(np.arange(len(accepting)), start), source, target) >= 0)
     if not useful.all():
         transitions, accepting, start = restricted(transitions, accepting, start, useful)
         shortest = shortest[useful]
-    state, low, high = _ranges(transitions)
+    state, low, high = ranges(transitions)
     following = transitions[state, low].astype(np.int32)
     step = following - state
     step = np.where((step >= -_BEFORE) & (step < _AFTER), step, following + FAR)
-    ranges = np.stack([low, high, step, shortest[following] - shortest[state]], axis=1).astype(np.int32)
-    first, count, ranges = _shared(ranges, np.searchsorted(state, np.arange(len(accepting) + 1)))
-    low, high, step, longer = ranges.T
+    rows = np.stack([low, high, step, shortest[following] - shortest[state]], axis=1).astype(np.int32)
+    first, count, rows = _shared(rows, np.searchsorted(state, np.arange(len(accepting) + 1)))
+    low, high, step, longer = rows.T
     of_range = (
         low.astype(np.uint16),
         high.astype(np.uint16),
@@ -239,26 +239,8 @@ def _class_order(transitions: np.ndarray) -> np.ndarray:
     return np.lexsort(transitions[sample[::-1]])
 
 
-def _edges(transitions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct pairs of a state and a next state, as two arrays."""
-    state, low, _ = _ranges(transitions)
-    pairs = np.unique(state * len(transitions) + transitions[state, low])
-    return pairs // len(transitions), pairs % len(transitions)
-
-
-def _ranges(transitions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the state, the first and the last class of each range of classes with the same next state."""
-    begins = np.ones(transitions.shape, bool)
-    begins[:, 1:] = transitions[:, 1:] != transitions[:, :-1]
-    at = np.flatnonzero(begins)
-    state, low = np.divmod(at, transitions.shape[1])
-    high = np.append(at[1:], transitions.size) - 1 - state * transitions.shape[1]
-    exists = transitions[state, low] >= 0
-    return state[exists], low[exists], high[exists]
-
-
-def _shared(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Store equal rows once. The row of state s is `ranges[bounds[s] : bounds[s + 1]]`.
+def _shared(rows: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Store equal rows once. The row of state s is `rows[bounds[s] : bounds[s + 1]]`.
 
     Return each row's first index and its number of ranges, as int32[S], and the ranges of all distinct rows.
     """
@@ -266,12 +248,12 @@ def _shared(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndar
     count = np.diff(bounds).astype(np.int32)
     first, kept, total = np.empty(len(count), np.int32), [], 0
     for state, (begin, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        row = ranges[begin:end]
+        row = rows[begin:end]
         first[state] = seen.setdefault(row.tobytes(), total)
         if first[state] == total and len(row):
             kept.append(row)
             total += len(row)
-    return first, count, np.concatenate([*kept, ranges[:0]])
+    return first, count, np.concatenate([*kept, rows[:0]])
 
 
 def _spans(

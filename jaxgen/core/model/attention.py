@@ -20,8 +20,8 @@ from jaxgen.control import fori_loop
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.cache import KeysValues
 from jaxgen.core.model.cache_storage import ScaledSlots, Slots, as_numbers
-from jaxgen.core.model.linear import precision
 from jaxgen.core.model.masks import Visibility
+from jaxgen.core.model.weights import precision
 from jaxgen.shapes import repeat_rows
 
 # The maximum numbers of queries and slots for which all scores are computed at once.
@@ -82,7 +82,7 @@ def _at_once(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
-    blocks = [_block(part, 0, part.slots) for part in parts]
+    blocks = [(_numbers(part.keys, part.dtype), _numbers(part.values, part.dtype)) for part in parts]
     scores = jnp.concatenate([_scores(q, k) for k, _ in blocks], axis=-1)
     mask = jnp.concatenate([visible.mask(index) for index in range(len(parts))], axis=-1)
     weights = jax.nn.softmax(_masked(visible.scores(scores, size), mask), axis=-1)
@@ -233,7 +233,7 @@ def _over_keys(
 def _block(part: KeysValues, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
     """Return the keys and values of `size` slots as floats, for all rows and kv heads or only for `owner`.
 
-    `owner` is a pair (row, kv head). 8-bit keys and values are returned unscaled, together with their scales.
+    `owner` is a pair (row, kv head).
     """
     rows, heads, _, width = part.keys.shape
     row, head = owner or (0, 0)
@@ -242,12 +242,15 @@ def _block(part: KeysValues, start: jax.Array | int, size: int, owner: tuple[jax
     def cut(x: jax.Array) -> jax.Array:
         return lax.dynamic_slice(x, (row, head, start, 0)[: x.ndim], shape[: x.ndim])
 
-    def numbers(x: Slots) -> Slots:
-        if isinstance(x, ScaledSlots):
-            return ScaledSlots(x.values.astype(part.dtype), x.scales)
-        return as_numbers(x, part.dtype)
+    keys, values = jax.tree.map(cut, (part.keys, part.values))
+    return _numbers(keys, part.dtype), _numbers(values, part.dtype)
 
-    return numbers(jax.tree.map(cut, part.keys)), numbers(jax.tree.map(cut, part.values))
+
+def _numbers(x: Slots, dtype: str) -> Slots:
+    """Return keys or values as floats. 8-bit ones are returned unscaled, together with their scales."""
+    if isinstance(x, ScaledSlots):
+        return ScaledSlots(x.values.astype(dtype), x.scales)
+    return as_numbers(x, dtype)
 
 
 def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: Slots):

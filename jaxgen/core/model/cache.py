@@ -346,14 +346,13 @@ class KVCache:
         own = self.owners[..., None] == jnp.arange(self.writers, dtype=jnp.int32)[None, None, :]
         return jnp.where(own, order[..., None], EMPTY).reshape(self.rows, -1)
 
-    def places(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Prepare this part for writing to `slots int32[B, T]`. The write will skip slots past the end.
+    def write_slots(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
+        """Prepare a part whose rows share slots for writing to `slots int32[B, T]`. The write skips slots past the end.
 
         Returns:
             The cache with updated `owners`, and the slots' indices in the arrays of `KeysValues`, as int32[B, T].
         """
-        if self.owners is None:
-            return self, slots
+        assert self.owners is not None
         rows = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         writer = rows % self.writers
         owners = put(self.owners, slots, jnp.broadcast_to(writer, slots.shape))
@@ -372,8 +371,8 @@ class KVCache:
         if self.owners is None:
             return own
         row = jnp.arange(self.rows)[:, None] // (self.rows // self.layers[0].keys.shape[0])
-        place = jnp.arange(self.slots, dtype=jnp.int32)[None, :] * self.writers + self.owners
-        layers = jax.tree.map(lambda x: x[row, :, place].swapaxes(1, 2), self.layers)
+        index = jnp.arange(self.slots, dtype=jnp.int32)[None, :] * self.writers + self.owners
+        layers = jax.tree.map(lambda x: x[row, :, index].swapaxes(1, 2), self.layers)
         return dataclasses.replace(own, layers=layers, owners=None, writers=1)
 
 

@@ -32,11 +32,10 @@ from jaxgen.core.model.cache import KeysValues, KVCache
 from jaxgen.core.model.config import LayerSpec, ModelConfig
 from jaxgen.core.model.config_keys import ACTIVATIONS
 from jaxgen.core.model.context import NO_CONTEXT, Context
-from jaxgen.core.model.linear import linear, look_up
 from jaxgen.core.model.loss import mean_loss
 from jaxgen.core.model.masks import Placement, place
 from jaxgen.core.model.rope import rotate
-from jaxgen.core.model.weights import Weight, parameter
+from jaxgen.core.model.weights import Weight, linear, look_up, parameter
 from jaxgen.errors import InputError
 from jaxgen.shapes import short_repr
 

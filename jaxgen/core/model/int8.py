@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxgen.control import alike
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.linear import product
+from jaxgen.core.model.weights import product
 from jaxgen.errors import InputError
 from jaxgen.shapes import at_most
 

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.linear import look_up, precision, product
-from jaxgen.core.model.weights import Weight
+from jaxgen.core.model.weights import Weight, look_up, precision, product
 from jaxgen.shapes import repeat_rows
 
 

@@ -139,14 +139,16 @@ def allocate_slots(
     start = cache.length if cache_position is None else _first_slot(cache_position, batch) - cache.offset
     slots = row_order(mask, start)
     length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
-    _check_fits(cache, start, length)
+    if not isinstance(length, Tracer):
+        _check_fits(cache, start, length)
     order = slots + cache.prefix_length[:, None]
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
     # Each dropped token gets its own slot past the end, because the scatter's indices are declared unique.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & ~misplaced[:, None], slots, dropped)
-    cache, places = cache.places(slots)
-    return dataclasses.replace(cache, length=length), order, places, misplaced
+    if cache.owners is not None:
+        cache, slots = cache.write_slots(slots)
+    return dataclasses.replace(cache, length=length), order, slots, misplaced
 
 
 def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
@@ -160,8 +162,6 @@ def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
 
 
 def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
-    if isinstance(length, Tracer):
-        return
     if int(jnp.min(start)) < 0:
         raise InputError(f"cache_position must be at least {cache.offset}, the cache's first slot after its prefix")
     if bool(jnp.any(start > cache.length)):

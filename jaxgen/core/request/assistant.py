@@ -40,25 +40,25 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, Generat
     """
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
         raise TypeError(f"assistant must be (params, cfg), as load_hf returns, got {type(assistant).__name__}")
-    params, own = assistant
+    params, draft_cfg = assistant
     try:
-        check_call(params, own)
+        check_call(params, draft_cfg)
     except (InputError, ConfigError, TypeError) as error:
         raise type(error)(f"assistant: {error}") from error
-    check_assistant(own, cfg)
-    given = {name: getattr(cfg, name) for name in _SETTINGS if OPTIONS[name].is_given(getattr(cfg, name))}
+    check_assistant(draft_cfg, cfg)
+    settings = {name: getattr(cfg, name) for name in _SETTINGS if OPTIONS[name].is_given(getattr(cfg, name))}
     without = cfg.replace(**{name: OPTIONS[name].default for name in _SETTINGS})
-    return Assistant(params, own.replace(**given)), without
+    return Assistant(params, draft_cfg.replace(**settings)), without
 
 
-def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
-    """Raise an error if a model with the config `own` cannot draft for a call with the config `cfg`."""
+def check_assistant(draft_cfg: GenerationConfig, cfg: GenerationConfig) -> None:
+    """Raise an error if a model with the config `draft_cfg` cannot draft for a call with the config `cfg`."""
     mode = mode_of(cfg)
     if mode.drafts:
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
     if not mode.takes_draft:
         raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
-    theirs, ours = own.model.vocab_size, cfg.model.vocab_size
+    theirs, ours = draft_cfg.model.vocab_size, cfg.model.vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
             f"the assistant has a vocabulary of {theirs} tokens, but the model's has {ours}: use an assistant with the "
@@ -101,4 +101,4 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
         params, settings = run.params, {}
         model = run.model.first_layers(early)
     cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
-    return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, run.context, mesh=run.mesh))
+    return dataclasses.replace(run, draft=dataclasses.replace(run, params=params, cfg=cfg, extensions=Extensions()))

@@ -17,7 +17,6 @@ from jaxgen.core.decoding.request import Request
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.prepare import Prepared
-from jaxgen.core.request.rounding import cut_prompts
 from jaxgen.memory import NotEnoughMemory
 from jaxgen.programs import Program, program
 
@@ -67,7 +66,9 @@ def _advance(run: Run, state, *, mode: Mode):
 
 @program("generate (end)", static_argnames=["mode"])
 def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
-    decoded = loop.finish(run, state, mode)
+    decoded = mode.finish(run, state)
+    if run.mesh is not None:
+        decoded = loop.without_padding(run, decoded)
     late = out_of_time & (decoded.reasons == StopReason.NONE)
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 
@@ -116,7 +117,7 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
         nonlocal before
         seen = jax.device_get(progress)
         if prepared.has_more_prompts:
-            rows = cut_prompts((seen.tokens, seen.lengths, seen.done), prepared.prompts, run.sizes.prompts)
+            rows = prepared.cut((seen.tokens, seen.lengths, seen.done))
             seen = loop.Progress(*rows, seen.steps, seen.finished)
         if streamer is not None:
             _stream(streamer, by_row, before, seen)

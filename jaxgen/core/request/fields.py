@@ -27,7 +27,8 @@ _CLOSE = 0.82  # `difflib`'s ratio from which a name is a misspelling
 _COMPILED = 64  # maximum number of cached grammars
 # Warpers that never remove the most likely token.
 _KEEP_FIRST = {"top_h", "top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"}
-LARGEST_COUNT = 65_536  # maximum number of sequences of a prompt, each of which takes memory on the host
+_LARGEST_COUNT = 65_536  # maximum number of sequences of a prompt, each of which takes memory on the host
+_RANGES = {"index": (0, LARGEST_INDEX), "n": (1, _LARGEST_COUNT), "num_return_sequences": (1, _LARGEST_COUNT)}
 _TEMPLATE = "render the chat template yourself, with Tokenizer.render_chat, and pass its ids"
 # Names with a meaning in other libraries, without underscores: the option to use, or a sentence that says what to do.
 _ELSEWHERE = {
@@ -62,16 +63,24 @@ _ELSEWHERE = {
 }
 
 
-def as_fields(prompt: Any) -> dict[str, Any]:
-    """Return a prompt as a dict of fields: a string is its text, and anything but a string or a dict is its ids."""
+def known_fields(prompt: Any, own_data: bool = False) -> dict[str, Any]:
+    """Return a prompt as a dict of fields: a string is its text, and anything but a string or a dict is its ids.
+
+    Raise an error for a field that prompts do not have; if `own_data` is True, only if it seems to be an option.
+    """
     if isinstance(prompt, str):
         return {"text": prompt}
-    return dict(prompt) if isinstance(prompt, Mapping) else {"ids": prompt}
-
-
-def unknown(fields: Collection[str]) -> list[str]:
-    """Return the names in `fields` that are neither fields of a prompt nor options."""
-    return [name for name in fields if name not in FIELDS and name not in OPTIONS]
+    if not isinstance(prompt, Mapping):
+        return {"ids": prompt}
+    for name in prompt:
+        if name in FIELDS or name in OPTIONS:
+            continue
+        advice = hint(name)
+        if own_data and advice is not None:
+            advice = f"{advice if advice.endswith('?') else f'{advice}.'} Put data of your own in metadata"
+        if advice is not None or not own_data:
+            raise ConfigError(f"unknown option {shown(name)}: {advice or 'put data of your own in metadata'}")
+    return dict(prompt)
 
 
 def hint(name: Any) -> str | None:
@@ -85,16 +94,6 @@ def hint(name: Any) -> str | None:
         options = [each for each in names if each not in FIELDS or each in ("json_schema", "regex")]
         meant = next(iter(same or difflib.get_close_matches(word, options, n=1, cutoff=_CLOSE)), None)
     return f"did you mean {meant!r}?" if meant in (*OPTIONS, *FIELDS) else meant
-
-
-def refuse_unknown(fields: Collection[str], own_data: bool = False) -> None:
-    """Raise an error for a field that prompts do not have; if `own_data` is True, only if it seems to be an option."""
-    for name in unknown(fields):
-        advice = hint(name)
-        if own_data and advice is not None:
-            advice = f"{advice if advice.endswith('?') else f'{advice}.'} Put data of your own in metadata"
-        if advice is not None or not own_data:
-            raise ConfigError(f"unknown option {shown(name)}: {advice or 'put data of your own in metadata'}")
 
 
 class PromptFields(NamedTuple):
@@ -117,30 +116,22 @@ class PromptFields(NamedTuple):
         return {name: value for name, value in self.others.items() if name in known}
 
 
-def read_fields(given: Any, own_data: bool = False) -> PromptFields:
+def read_fields(prompt: Any, own_data: bool = False) -> PromptFields:
     """Return the fields of a prompt, which may be a string, ids or a dict.
 
     Raise an error if a field is unknown or if the prompt is missing, or if the index or the number of sequences is
-    invalid. `own_data` is as in `refuse_unknown`.
+    invalid. `own_data` is as in `known_fields`.
     """
-    fields = as_fields(given)
-    refuse_unknown(fields, own_data)
-    source = source_of(fields)
+    fields = known_fields(prompt, own_data)
+    source = _source_of(fields)
     content = fields.pop(source)
-    if "index" in fields:
-        check_whole("index", fields["index"], 0, LARGEST_INDEX)
-    check_count(fields)
+    for name, limits in _RANGES.items():
+        if name in fields:
+            fields[name] = check_whole(name, fields[name], *limits)
     return PromptFields(source, content, fields)
 
 
-def check_count(fields: Mapping[str, Any]) -> None:
-    """Raise an error if a prompt's number of sequences is not a whole number, or is out of range."""
-    for name in ("n", "num_return_sequences"):
-        if name in fields:
-            check_whole(name, fields[name], 1, LARGEST_COUNT)
-
-
-def source_of(fields: Mapping[str, Any]) -> str:
+def _source_of(fields: Mapping[str, Any]) -> str:
     """Return the name of the field that contains the prompt, and check its form; ids are checked elsewhere."""
     found = [name for name in SOURCES if name in fields]
     if len(found) != 1:
@@ -149,13 +140,13 @@ def source_of(fields: Mapping[str, Any]) -> str:
     (name,) = found
     if name in ("text", "prompt") and not isinstance(fields[name], str):
         raise TypeError(f'"{name}" must be a string, got {shown(fields[name])}')
-    if name == "messages" and not is_conversation(fields[name]):
+    if name == "messages" and not _is_conversation(fields[name]):
         example = '{"role": "...", "content": "..."}'
         raise InputError(f'"messages" must be a list of at least one {example}, got {shown(fields[name])}')
     return name
 
 
-def is_conversation(messages: Any) -> bool:
+def _is_conversation(messages: Any) -> bool:
     """Return True if `messages` is a non-empty list of dicts, each of which has a role."""
     return (
         isinstance(messages, list)
@@ -164,12 +155,12 @@ def is_conversation(messages: Any) -> bool:
     )
 
 
-def translated(given: Any, tokenizer: Tokenizer | None, vocab_size: int, key_impl: str | None) -> dict[str, Any]:
+def translated(prompt: Any, tokenizer: Tokenizer | None, vocab_size: int, key_impl: str | None) -> dict[str, Any]:
     """Return a prompt's fields in the terms of the engine: `ids`, `index`, `key`, `allowed`, `metadata`, and options.
 
     Raise an error if a field is unknown or invalid, or if two fields exclude each other.
     """
-    source, content, fields = read_fields(given)
+    source, content, fields = read_fields(prompt)
     if source != "ids":
         if tokenizer is None:
             raise InputError(f"a prompt given as {source} needs a tokenizer: pass tokenizer=, or ids")

@@ -21,13 +21,13 @@ def without_gradient(tree: T) -> T:
     """
     leaves, structure = jax.tree.flatten(tree)
     traced = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            traced[place] = leaf
+            traced[index] = leaf
     if not traced:
         return tree
     constants = _constant(traced)
-    return jax.tree.unflatten(structure, [constants.get(place, leaf) for place, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [constants.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 @jax.custom_jvp

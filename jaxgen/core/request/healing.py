@@ -47,17 +47,17 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
     filler = tokenizer.padding_id if tokenizer.padding_id < vocab else 0
     column = np.arange(ids.shape[1])[None, :]
     removed, columns, last = [], [], []
-    for row, own in zip(ids, map(np.flatnonzero, mask), strict=True):
-        count, text = _taken_back([texts[token] if token < len(texts) else None for token in row[own].tolist()])
+    for row, tokens in zip(ids, map(np.flatnonzero, mask), strict=True):
+        count, text = _taken_back([texts[token] if token < len(texts) else None for token in row[tokens].tolist()])
         removed.append(text)
-        columns.append(own[-1] + 1 - own[-count] if count else 0)
-        last.append(own[-1])
+        columns.append(tokens[-1] + 1 - tokens[-count] if count else 0)
+        last.append(tokens[-1])
     source = column - np.where(column <= np.array(last)[:, None], np.array(columns)[:, None], 0)
-    kept, source = source >= 0, np.maximum(source, 0)
+    has_token, source = source >= 0, np.maximum(source, 0)
     moved = dataclasses.replace(
         inputs,
-        ids=np.where(kept, np.take_along_axis(ids, source, axis=1), filler),
-        attention_mask=np.take_along_axis(mask, source, axis=1) & kept,
+        ids=np.where(has_token, np.take_along_axis(ids, source, axis=1), filler),
+        attention_mask=np.take_along_axis(mask, source, axis=1) & has_token,
         inputs_embeds=None if embeds is None else np.take_along_axis(embeds, source[:, :, None], axis=1),
     )
     return moved, TokenAutomaton.from_prefixes(removed, tokenizer, vocab_size=vocab)

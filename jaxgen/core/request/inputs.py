@@ -2,7 +2,7 @@
 
 Concrete arrays become numpy arrays, and their values are checked. If the caller's transformation traces an array, only
 the array's shape and dtype are checked. Padding is inferred and checked here, and removed by
-`jaxgen.core.decoding.alignment.Tokens.align`.
+`jaxgen.core.decoding.request.Tokens.align`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def _array(x, message: str) -> Array:
         raise InputError(message) from error
 
 
-def token_ids(given, model: ModelConfig) -> Array:
+def token_ids(prompts, model: ModelConfig) -> Array:
     """Return prompts as int32[B, P], checked against the vocabulary if they are concrete."""
-    if isinstance(given, tuple) and hasattr(given, "attention_mask"):
+    if isinstance(prompts, tuple) and hasattr(prompts, "attention_mask"):
         raise TypeError("ids is a Batch: pass batch.ids, and attention_mask=batch.attention_mask")
-    if isinstance(given, Mapping):
+    if isinstance(prompts, Mapping):
         raise TypeError("ids is a dict: pass its input_ids, and its attention_mask as attention_mask=")
-    ids = _array(given, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
+    ids = _array(prompts, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
     if ids.dtype.kind in "SU":
         raise TypeError(
             "ids is text: encode it with a tokenizer first, tok.batch([text]).ids or tok.chat(messages).ids"
         )
     if ids.dtype.kind == "O":
-        raise TypeError(f"ids must be an array of token ids, got {type(given).__name__}")
+        raise TypeError(f"ids must be an array of token ids, got {type(prompts).__name__}")
     if ids.ndim != 2 or 0 in ids.shape:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -55,26 +55,26 @@ def token_ids(given, model: ModelConfig) -> Array:
     return ids.astype(jnp.int32)
 
 
-def row_ids(given, model: ModelConfig, name: str = "the prompt") -> np.ndarray:
+def row_ids(tokens, model: ModelConfig, name: str = "the prompt") -> np.ndarray:
     """Return a list of ids as int32[n], checked against the vocabulary; errors call it `name`."""
     try:
-        ids = np.asarray(given)
+        ids = np.asarray(tokens)
     except ValueError as error:
-        raise TypeError(f"{name} must be a list of token ids, got {shown(given)}") from error
+        raise TypeError(f"{name} must be a list of token ids, got {shown(tokens)}") from error
     if not ids.size and ids.ndim == 1:
         raise InputError(f"{name} has no tokens: pass at least one")
     # NumPy would convert a boolean among integers to an integer.
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (isinstance(given, list) and bool in set(map(type, given))):
-        raise TypeError(f"{name} must be a list of token ids, got {shown(given)}")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (isinstance(tokens, list) and bool in set(map(type, tokens))):
+        raise TypeError(f"{name} must be a list of token ids, got {shown(tokens)}")
     check_vocabulary(ids, model, name)
     return ids.astype(np.int32)
 
 
 def check_vocabulary(ids, model: ModelConfig, name: str = "the prompt") -> None:
     """Raise an error if an id is outside the model's vocabulary."""
-    least, most = np.min(ids, initial=0), np.max(ids, initial=0)
-    if least < 0 or most >= model.vocab_size:
-        wrong = least if least < 0 else most
+    smallest, largest = np.min(ids, initial=0), np.max(ids, initial=0)
+    if smallest < 0 or largest >= model.vocab_size:
+        wrong = smallest if smallest < 0 else largest
         raise InputError(f"{name} contains the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
 
 

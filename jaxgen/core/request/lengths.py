@@ -34,17 +34,17 @@ class Lengths:
             asked = beyond(length, self.total)
         if self.prompt is not None and length > self.prompt:
             raise InputError(
-                f"the prompt has {length} tokens, more than prompt_width={self.prompt} allows: shorten the prompt"
+                f"the prompt has {token_count(length)}, but at most {self.prompt} are accepted: shorten the prompt"
             )
         space = None if self.context is None else self.context - length
         if space is not None and space < (1 if asked is None else min(asked, 1)):
             raise InputError(
-                f"the prompt has {length} tokens, which fill the context of {self.context}: shorten the prompt"
+                f"the prompt has {token_count(length)}, so it fills the context of {self.context}: shorten the prompt"
             )
         if space is not None and asked is not None and asked > space:
             raise InputError(
-                f"the prompt has {length} tokens and max_new_tokens is {asked}, together more than the context of "
-                f"{self.context}: shorten the prompt, or set max_new_tokens to at most {space}"
+                f"the prompt has {token_count(length)} and max_new_tokens is {asked}, together more than the context "
+                f"of {self.context}: shorten the prompt, or set max_new_tokens to at most {space}"
             )
         if self.answer is not None and asked is not None and asked > self.answer:
             raise ConfigError(
@@ -59,6 +59,11 @@ def beyond(length: int, max_length: int, found: str | None = None) -> int:
     Raise an `InputError` if it allows none. `found` is the beginning of its message.
     """
     if length >= max_length:
-        found = found or f"the prompt has {length} tokens"
+        found = found or f"the prompt has {token_count(length)}"
         raise InputError(f"{found}, and max_length={max_length} includes the prompt: raise it, or set max_new_tokens")
     return max_length - length
+
+
+def token_count(count: int) -> str:
+    """Return a number of tokens as text."""
+    return "1 token" if count == 1 else f"{count} tokens"

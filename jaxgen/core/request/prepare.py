@@ -1,10 +1,15 @@
-"""Prepare a call to generate(): normalize its arguments, check them, and, in an eager call, round sizes up."""
+"""Prepare a call to generate(): normalize its arguments, check them, and, in an eager call, round sizes up.
+
+Sizes are rounded up so that a few programs serve many calls. Prompts become wider by padding on the left, which the
+program moves to the right. Additional prompts are copies of the first one that end after one token. Neither changes a
+result: both are cut off before anybody sees them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -12,21 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgen.buckets import capacity_for, prompt_bucket
+from jaxgen.buckets import capacity_for, prompt_bucket, rows_bucket
 from jaxgen.core.config.availability import check_options, normal_form
 from jaxgen.core.config.generation_config import GenerationConfig, warn_unused
+from jaxgen.core.config.generation_options import TRACED
 from jaxgen.core.decoding.continuation import Continuation
 from jaxgen.core.decoding.continuous.slots import Continuous
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.loop import Mode
 from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.decoding.request import Array, Request
-from jaxgen.core.decoding.run import Run, Sizes, is_expanded
+from jaxgen.core.decoding.run import Run, is_expanded
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.logits.row_options import OptionValues
 from jaxgen.core.model.cache import KVCache
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.sharding import mesh_of, replicate
+from jaxgen.core.model.sharding import mesh_of, replicate, rows_on
 from jaxgen.core.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.core.request.checks import (
     check_cache,
@@ -39,10 +45,11 @@ from jaxgen.core.request.checks import (
 )
 from jaxgen.core.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.core.request.lengths import beyond
-from jaxgen.core.request.rounding import add_prompts, rounded_prompts, widen
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.programs import Program
 from jaxgen.shapes import repeat_rows
+
+Tree = TypeVar("Tree")
 
 
 @flax.struct.dataclass
@@ -88,7 +95,11 @@ class Prepared:
     @property
     def has_more_prompts(self) -> bool:
         """True if the number of prompts is rounded up."""
-        return self.run.sizes.prompts != self.prompts
+        return self.run.prompts != self.prompts
+
+    def cut(self, tree: Tree) -> Tree:
+        """Drop the rows of the additional prompts from arrays whose first axis has the rows of all prompts."""
+        return jax.tree.map(lambda x: np.asarray(x)[: x.shape[0] * self.prompts // self.run.prompts], tree)
 
 
 def prepare(
@@ -141,8 +152,8 @@ def prepare(
         ids, mask, embeds, negative_ids, negative_mask = jax.tree.map(
             widen, (ids, mask, embeds, negative_ids, negative_mask)
         )
-    sizes, context = Sizes(rounded, capacity, slots, needs), Context(mesh is not None if eager else None)
-    run = Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh)
+    context = Context(mesh is not None if eager else None)
+    run = Run(params, normal_form(cfg), extensions, rounded, capacity, needs, slots, context, mesh=mesh)
     if assistant is not None or run.cfg.assistant_early_exit is not None:
         run = with_draft(run, assistant)
     # The program's arguments must be arrays, so Python numbers become arrays.
@@ -257,3 +268,66 @@ def _static_budget(cfg: GenerationConfig, room: int) -> int:
             f"tokens of prompt and answer, more than the {room} before the answer; it is {cfg.max_length}"
         )
     return cfg.max_length - room
+
+
+def widen(x: Array) -> Array:
+    """Pad `x [B, P, ...]` on the left, up to the next bucket."""
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
+    return np.pad(x, padding)
+
+
+def rounded_prompts(
+    cfg: GenerationConfig, prompts: int, cache: Continuation | None, extensions: Extensions, mesh: Mesh | None
+) -> int:
+    """Return the number of prompts for which a program is compiled.
+
+    It is not rounded up if the caller's functions would see the additional rows; with `slots`, where most prompts wait;
+    if the cache's keys and values would have to be copied; or with several processes, where one of them alone may lack
+    the memory.
+    """
+    rounded = rows_bucket(prompts)
+    is_callers = extensions.processors or extensions.criteria or extensions.hook is not None
+    if mesh is not None and mesh.is_multi_process:
+        return prompts
+    if cfg.slots is not None or is_callers or not isinstance(extensions.allowed, TokenAutomaton | None):
+        return prompts
+    if cache is not None and cache.rows > 1 and (cache.rows, cache.kv.rows) != (prompts, rows_on(mesh, rounded)):
+        return prompts
+    return rounded
+
+
+def add_prompts(request: Request, extensions: Extensions, prompts: int) -> tuple[Request, Extensions]:
+    """Add copies of the first prompt, up to `prompts` prompts, each with a budget of one token."""
+
+    def add(x: Array) -> Array:
+        x = np.asarray(x)
+        return np.concatenate([x, np.broadcast_to(x[:1], (prompts - len(x), *x.shape[1:]))])
+
+    def add_values(value: Any, rank: int) -> Any:
+        return add(value) if np.ndim(value) > rank else value
+
+    def add_states(state: Any) -> Any:
+        return add_values(state, 0)
+
+    budget, key, cache = add(request.budget), request.key, request.cache
+    budget[request.ids.shape[0] :] = 1
+    if key is not None and key.ndim:
+        key = jax.random.wrap_key_data(add(jax.random.key_data(key)), impl=jax.random.key_impl(key))
+    if cache is not None and cache.rows > 1:
+        tokens, count = jax.tree.map(add, (cache.tokens, cache.count))
+        cache = dataclasses.replace(cache, tokens=tokens, count=count)
+    arrays = {name: getattr(request, name) for name in ("ids", "mask", "embeds", "negative_ids", "negative_mask")}
+    options = {
+        name: jax.tree.map(add_values, value, TRACED[name].kind.ranks) for name, value in request.options.items()
+    }
+    states = jax.tree.map(add_states, {"grammar": request.grammar, "stop_strings": request.stop_strings})
+    request = dataclasses.replace(
+        request, **jax.tree.map(add, arrays), **states, options=options, budget=budget, key=key, cache=cache
+    )
+    allowed, strings = extensions.allowed, extensions.stop_strings
+    if isinstance(allowed, TokenAutomaton):
+        allowed = dataclasses.replace(allowed, start=add_states(allowed.start))
+    if strings is not None:
+        strings = dataclasses.replace(strings, start=add_states(strings.start))
+    return request, dataclasses.replace(extensions, allowed=allowed, stop_strings=strings)

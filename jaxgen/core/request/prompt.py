@@ -16,12 +16,12 @@ from jaxgen.core.decoding.continuous.lanes import Lanes
 from jaxgen.core.decoding.request import Request
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.request.checks import check_adapter, check_grammar, check_key, check_room, require_tokenizer, typed_key
-from jaxgen.core.request.fields import LARGEST_INDEX, OF_HOST, as_fields, translated, with_own
+from jaxgen.core.request.fields import OF_HOST, known_fields, translated, with_own
 from jaxgen.core.request.inputs import row_ids
 from jaxgen.core.request.lengths import Lengths
 from jaxgen.core.request.prompt_options import PromptOptions, per_prompt_options
 from jaxgen.core.text.tokenizer import Tokenizer
-from jaxgen.errors import ConfigError, InputError, check_whole
+from jaxgen.errors import ConfigError, InputError
 
 _NOT_OPTIONS = ("ids", "index", "key", "allowed", "metadata")  # see `translated`
 
@@ -92,10 +92,10 @@ class PromptReader:
         Raises:
             InputError, ConfigError, TypeError: the prompt or one of its options is invalid or not supported.
         """
-        given = as_fields(prompt)
-        if both := given.keys() & more.keys():
+        fields = known_fields(prompt)
+        if both := fields.keys() & more.keys():
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
-        fields = translated({**given, **more}, self.tokenizer, self.cfg.model.vocab_size, self.key_impl)
+        fields = translated(fields | more, self.tokenizer, self.cfg.model.vocab_size, self.key_impl)
         named = {name: fields.pop(name) for name in _NOT_OPTIONS if name in fields}
         cfg = self._own(fields)
         ids = row_ids(named["ids"], cfg.model)
@@ -112,7 +112,7 @@ class PromptReader:
                 f"top_logprobs={cfg.top_logprobs} is more than the engine's top_logprobs={self.cfg.top_logprobs}"
             )
         return Prompt(
-            index=check_whole("index", named["index"], 0, LARGEST_INDEX) if "index" in named else -1,
+            index=named.get("index", -1),
             ids=ids,
             budget=budget,
             sequences=cfg.num_return_sequences,
@@ -181,6 +181,6 @@ class PromptReader:
                 logged[row] = prompt.logged
         missing = [self.options.leaves()] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
-        first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
+        first, stop = (np.asarray([*states, *[0] * (rows - len(states))], np.int32) for states in (grammar, stops))
         lanes = Lanes(unusual, logged, self.options.rare)
         return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, lanes=lanes)

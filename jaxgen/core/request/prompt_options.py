@@ -46,7 +46,6 @@ class PromptOptions:
         entries: int = ENTRIES,
         adapters: int = 0,
     ):
-        refuse_unavailable(cfg)
         _check(cfg)
         self.cfg, self.width, self.adapters = cfg, width, adapters
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
@@ -106,6 +105,7 @@ def not_in_slots(cfg: GenerationConfig) -> str | None:
 
 def _check(cfg: GenerationConfig) -> None:
     """Raise an error for a config that an engine does not support."""
+    refuse_unavailable(cfg)
     reason = not_in_slots(cfg)
     if reason in (cfg.mode, _DYNAMIC):
         raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {reason}: use generate")
@@ -161,7 +161,7 @@ def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
 def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     """Pad an option's array to the shape of `off`, taking the padding from `off`."""
     value = np.asarray(value, off.dtype)
-    if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
+    if value.ndim and any(size > limit for size, limit in zip(value.shape, off.shape, strict=True)):
         # The value may be padded with unused entries. Only the used entries have to fit into the engine's table.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):

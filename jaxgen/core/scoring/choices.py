@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.scoring.many import score_many
+from jaxgen.core.scoring.score_many import score_many
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import InputError
 

@@ -88,8 +88,8 @@ def embeddings(
         else:
             first = jnp.argmax(mask, axis=1)
             last = mask.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
-            place = first if kind == "cls" else last
-            vectors = jnp.take_along_axis(states, place[:, None, None], axis=1)[:, 0]
+            column = first if kind == "cls" else last
+            vectors = jnp.take_along_axis(states, column[:, None, None], axis=1)[:, 0]
         if normalized:
             vectors *= lax.rsqrt(jnp.maximum(jnp.sum(vectors**2, axis=-1, keepdims=True), 1e-24))
     return vectors

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxgen.core.text.json_file import parse_json, read_file, read_json
 from jaxgen.errors import ConfigError, InputError, check_whole, shown
+from jaxgen.json_file import parse_json, read_file, read_json
 
 KINDS = ("last", "mean", "cls")
 _LARGEST = 100_000  # maximum number of bytes of a file of sentence-transformers

@@ -1,6 +1,5 @@
 """Chat templates: render conversations to prompts with the checkpoint's jinja code, in a sandbox."""
 
-import difflib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -158,9 +157,10 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
             continue
-        near = difflib.get_close_matches(role[:100], ROLES, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(ROLES)}, or a role from the template"
-        raise InputError(f"message {i} has the role {shown(role)}, which does not occur in the chat template: {advice}")
+        raise InputError(
+            f"message {i} has the role {shown(role)}, which does not occur in the chat template: use "
+            f"{', '.join(ROLES)}, or a role from the template"
+        )
 
 
 class _GenerationBlock(jinja2.ext.Extension):

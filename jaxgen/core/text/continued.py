@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,24 +34,6 @@ def prefixes_of(after: Any, conversations: int) -> list[list[int]]:
     return [id_list(row) for row in rows] * (conversations // len(rows))
 
 
-def _without_prefix(row: list[int], prefix: list[int], number: int) -> list[int]:
-    """Return the part of a row after the prefix. `number` is the row's number in error messages.
-
-    Raises:
-        InputError: the row does not begin with the prefix, or contains nothing after it.
-    """
-    pairs = enumerate(itertools.zip_longest(prefix, row[: len(prefix)]))
-    different = next((place for place, (wanted, given) in pairs if wanted != given), None)
-    if different is not None:
-        raise InputError(
-            f"conversation {number} does not begin with the {len(prefix)} tokens of after: token {different} differs. "
-            "Begin with the same messages, tools and variables as in chat_prefix, or call chat without after"
-        )
-    if prefix and len(row) == len(prefix):
-        raise InputError(f"conversation {number} has no tokens after the {len(prefix)} of after: add a message")
-    return row[len(prefix) :]
-
-
 def encode_after(tokenizer: _Tokenizer, text: str, prefix: list[int], number: int, max_length: int | None) -> list[int]:
     """Encode a conversation, and return the ids after the prefix, at most `max_length` with the prefix.
 
@@ -66,12 +47,19 @@ def encode_after(tokenizer: _Tokenizer, text: str, prefix: list[int], number: in
         known = _text(tokenizer, prefix)
         if text.startswith(known) and (rest := _continued(tokenizer, text[len(known) :], prefix, ids)) is not None:
             ids = [*prefix, *rest]
-    row = _without_prefix(ids, prefix, number)
+    count, row = len(prefix), ids[len(prefix) :]
+    if ids[:count] != prefix:
+        raise InputError(
+            f"conversation {number} does not begin with the {count} tokens of after: begin with the same messages, "
+            "tools and variables as in chat_prefix, or call chat without after"
+        )
+    if prefix and not row:
+        raise InputError(f"conversation {number} has no tokens after the {count} of after: add a message")
     if max_length is None:
         return row
-    left = max_length - len(prefix)
+    left = max_length - count
     if left < 1:
-        raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
+        raise InputError(f"max_length must be greater than the {count} tokens of after, got {max_length}")
     return row[:left] if tokenizer.truncation_side == "right" else row[-left:]
 
 

@@ -18,12 +18,12 @@ from jaxgen.core.text import chat_template
 from jaxgen.core.text.cleaning import clean_up
 from jaxgen.core.text.continued import encode_after, prefixes_of
 from jaxgen.core.text.ids import id_list, rows_of
-from jaxgen.core.text.json_file import fetch_again
 from jaxgen.core.text.token_bytes import token_bytes
 from jaxgen.core.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_PATHS, add_tokens, check_types, read_config
 from jaxgen.core.text.tokenizer_file import library_errors, probe, read_backend
-from jaxgen.core.text.utf8_text import encoded
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
+from jaxgen.json_file import fetch_again
+from jaxgen.utf8_text import encoded
 
 # Methods of transformers' tokenizers, and their replacements
 ELSEWHERE = {

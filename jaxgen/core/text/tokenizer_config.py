@@ -10,10 +10,10 @@ from tokenizers import AddedToken
 
 from jaxgen.core.model.families import FAMILIES
 from jaxgen.core.text import chat_template
-from jaxgen.core.text.json_file import read_file, read_json
 from jaxgen.core.text.tokenizer_file import library_errors
-from jaxgen.core.text.utf8_text import decoded
 from jaxgen.errors import ConfigError, shown
+from jaxgen.json_file import read_file, read_json
+from jaxgen.utf8_text import decoded
 
 # All files that a tokenizer may have in a checkpoint's directory
 TOKENIZER_FILES = (

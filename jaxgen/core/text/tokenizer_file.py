@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from jaxgen.core.text.json_file import json_object, read_file
 from jaxgen.errors import ConfigError, JaxgenError
+from jaxgen.json_file import json_object, read_file
 
 LARGEST = 50_000_000  # maximum bytes in a file; the largest known file is 35 MB
 _MOST_ADDED = 1000  # maximum number of tokens added to a text, such as BOS and EOS

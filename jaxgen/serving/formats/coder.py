@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.core.text.json_file import types_of
-from jaxgen.serving.formats.coder_grammar import DEEPEST, ENDS, parameters, properties, target, values_of
+from jaxgen.json_file import types_of
+from jaxgen.serving.formats.coder_grammar import ENDS, parameters, properties, types
 from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import (
     Broken,
@@ -26,7 +26,6 @@ from jaxgen.serving.formats.reading import (
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _END = "<parameter=", "</parameter>"
-_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
 class Coder(Format):
@@ -65,14 +64,14 @@ class Coder(Format):
                 values[key] = _value(text.removeprefix("\n").removesuffix("\n"), schema, key)
         return [Call(name, json.dumps(values, ensure_ascii=False))]
 
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
         """Return the grammar of calls on lines of their own, with the parameters in the order of the schema."""
         calls = Grammar.choice(
-            Grammar.sequence(f"{name}>\n", *parameters(name, schema or {}, types, left_out))
+            Grammar.sequence(f"{name}>\n", *parameters(name, schema or {}, left_out))
             for name, schema in functions.items()
         )
         call = f"{_OPENING}\n<function=" + calls + f"</function>\n{_CLOSING}"
-        return call.repeat(1, most, separator="\n")
+        return call.repeat(1, limit, separator="\n")
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls on lines of their own."""
@@ -102,20 +101,3 @@ def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
     if isinstance(value, float) and value.is_integer() and "number" not in allowed:
         value = int(value)
     return value if allowed & set(types_of(value)) else text
-
-
-def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema names; none for a schema that names no type."""
-    if not isinstance(schema, Mapping) or depth > DEEPEST:
-        return set()
-    given = schema.get("type", [])
-    found = {name for name in (given if isinstance(given, list) else [given]) if name in _TYPES}
-    found |= {"null"} if schema.get("nullable") is True else set()
-    if not found:
-        found |= {types_of(value)[0] for value in values_of(schema)}
-    for keyword in ("anyOf", "oneOf", "allOf"):
-        for part in schema[keyword] if isinstance(schema.get(keyword), list) else []:
-            found |= types(part, root, depth + 1)
-    if "$ref" in schema:
-        found |= types(target(root, schema["$ref"]), root, depth + 1)
-    return found

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from jaxgen.core.grammar.grammar import Grammar
 from jaxgen.errors import InputError, shown
-from jaxgen.serving.formats.format import schema_of
-from jaxgen.serving.free_text import free_text
+from jaxgen.json_file import types_of
+from jaxgen.serving.formats.format import free_text, schema_of
 
-DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
+_DEEPEST = 8  # maximum number of references and alternatives that are followed to find the type of a value
 ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")  # the tags that end a value
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _LENGTHS = ("minLength", "maxLength")
-
-Types = Callable[[Any, Mapping[str, Any]], set[str]]
 
 
 def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -40,10 +39,27 @@ def target(root: Mapping[str, Any], reference: Any) -> Any:
     return found
 
 
-def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[str] | None = None) -> list[Grammar]:
+def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a schema names; none for a schema that names no type."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return set()
+    listed = schema.get("type", [])
+    found = {name for name in (listed if isinstance(listed, list) else [listed]) if name in _TYPES}
+    found |= {"null"} if schema.get("nullable") is True else set()
+    if not found:
+        found |= {types_of(value)[0] for value in values_of(schema)}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for part in schema[keyword] if isinstance(schema.get(keyword), list) else []:
+            found |= types(part, root, depth + 1)
+    if "$ref" in schema:
+        found |= types(target(root, schema["$ref"]), root, depth + 1)
+    return found
+
+
+def parameters(name: str, schema: dict[str, Any], left_out: list[str] | None = None) -> list[Grammar]:
     """Return the grammar of each parameter of a function, in the order of the schema; optional ones may be left out.
 
-    `types` returns the types that a schema names. `left_out` is as in `schema_of`.
+    `left_out` is as in `schema_of`.
 
     Raises:
         InputError: the schema is not supported.
@@ -56,7 +72,7 @@ def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[s
             raise InputError(f"{name}.parameters requires {missing}, which are not in its properties: add them there")
         tags = []
         for key, value in properties(schema).items():
-            text = _text(value, schema, f"{name}.parameters.properties.{key}", types, left_out)
+            text = _text(value, schema, f"{name}.parameters.properties.{key}", left_out)
             tag = f"<parameter={key}>\n" + text + f"\n{ENDS[0]}\n"
             tags.append(tag if key in required else tag.repeat(0, 1))
         return tags
@@ -64,9 +80,9 @@ def parameters(name: str, schema: dict[str, Any], types: Types, left_out: list[s
         raise InputError(f"the tool {name}: {error}") from error
 
 
-def _text(schema: Any, root: dict[str, Any], where: str, types: Types, left_out: list[str] | None) -> Grammar:
+def _text(schema: Any, root: dict[str, Any], where: str, left_out: list[str] | None) -> Grammar:
     """Return the grammar of a value: a string without quotation marks, or anything else as JSON."""
-    for _ in range(DEEPEST):
+    for _ in range(_DEEPEST):
         if isinstance(schema, dict) and "$ref" in schema:
             found = target(root, schema["$ref"])
             if found is None:

@@ -24,6 +24,8 @@ class Format(abc.ABC):
         bare: characters with which a call may also begin if only calls come before it.
         marks: tags that may be special tokens of the tokenizer. They are part of the text that the parser reads.
         is_single: True if the model writes only one call in an answer.
+        before, between, after: the text of a call: before the name, between the name and the arguments, and after them.
+        separator: the text between two calls.
         shows: the texts that a chat template has if the model uses this format.
     """
 
@@ -32,33 +34,41 @@ class Format(abc.ABC):
     bare: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()
     is_single: ClassVar[bool] = False
+    before: ClassVar[str] = ""
+    between: ClassVar[str | Grammar] = ""
+    after: ClassVar[str] = ""
+    separator: ClassVar[str] = ""
     shows: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read the calls after one opening, which is read too; a call of another function is `Unknown`."""
 
-    @abc.abstractmethod
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of one to `most` calls (None for no limit).
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of one to `limit` calls (None for no limit), or of one call if `is_single` is True.
 
         What cannot be enforced is left out and added to the list `left_out`, if there is one.
 
         Raises:
             InputError: a schema is not supported.
         """
+        calls = Grammar.choice(
+            Grammar.sequence(name, self.between, grammar) for name, grammar in arguments(functions, left_out).items()
+        )
+        return (self.before + calls + self.after).repeat(1, 1 if self.is_single else limit, self.separator)
 
-    @abc.abstractmethod
     def write(self, calls: Sequence[Call]) -> str:
         """Return the text of calls, as the model writes them."""
+        texts = (f"{self.before}{call.name}{self.between}{call.arguments}{self.after}" for call in calls)
+        return self.separator.join(texts)
 
     def call_id(self) -> str:
         """Return a new id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
-    def past_id(self, given: str) -> str:
+    def past_id(self, identifier: str) -> str:
         """Return the id under which the chat template gets a past call, or the result of this call."""
-        return given
+        return identifier
 
 
 def arguments(functions: Functions, left_out: list[str] | None = None) -> dict[str, Grammar]:
@@ -90,6 +100,18 @@ def schema_of(schema: Any, name: str, left_out: list[str] | None, any_order: boo
     """Read a schema; what cannot be enforced is an error, or added to the list `left_out` if there is one."""
     unsupported = "error" if left_out is None else "warn"
     return Grammar.json_schema(schema, name=name, unsupported=unsupported, left_out=left_out, any_order=any_order)
+
+
+def free_text(*ends: str) -> Grammar:
+    """Return the grammar of any text that contains none of `ends`; it may end with a part of one of them.
+
+    All `ends` begin with the same character, which occurs only once in each.
+    """
+    first, begun = ends[0][0], dict.fromkeys(end[:length] for end in ends for length in range(1, len(end)))
+    following = {text: "".join(end[len(text)] for end in ends if end.startswith(text)) for text in begun}
+    apart = [text + Grammar.any_character(but=first + following[text]) for text in begun]
+    beginnings = Grammar.choice(begun).repeat()
+    return Grammar.choice([Grammar.any_character(but=first), beginnings + Grammar.choice(apart)]).repeat() + beginnings
 
 
 class CallParser:

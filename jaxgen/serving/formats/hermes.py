@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.serving.formats.format import Format, Functions, arguments
-from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
+from jaxgen.serving.formats.format import Format, Functions
+from jaxgen.serving.formats.reading import Parts, Reading, after_space, call_of, json_text, literal, parsed
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -17,6 +14,10 @@ class Hermes(Format):
     openings = (OPENING,)
     marks = (OPENING, CLOSING)
     shows = (OPENING,)
+    before = f'{OPENING}\n{{"name": "'
+    between = '", "arguments": '
+    after = f"}}\n{CLOSING}"
+    separator = "\n"
 
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read one call; its closing tag may be missing at the end of the text."""
@@ -24,17 +25,3 @@ class Hermes(Format):
         text = yield from json_text((yield from after_space()))
         yield from literal(CLOSING, (yield from after_space()), may_end=True)
         return [call_of(parsed(text), functions)]
-
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of calls on lines of their own."""
-        calls = Grammar.choice(
-            f'"{name}", "arguments": ' + grammar for name, grammar in arguments(functions, left_out).items()
-        )
-        call = f'{OPENING}\n{{"name": ' + calls + f"}}\n{CLOSING}"
-        return call.repeat(1, most, separator="\n")
-
-    def write(self, calls: Sequence[Call]) -> str:
-        """Return calls on lines of their own."""
-        return "\n".join(
-            f'{OPENING}\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n{CLOSING}' for call in calls
-        )

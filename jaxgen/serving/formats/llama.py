@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.serving.formats.format import Format, Functions, arguments
-from jaxgen.serving.formats.reading import Call, Parts, Reading, after_space, call_of, json_text, literal, parsed
+from jaxgen.serving.formats.format import Format, Functions
+from jaxgen.serving.formats.reading import Parts, Reading, after_space, call_of, json_text, literal, parsed
 
 _TAG = "<|python_tag|>"
 
@@ -23,6 +20,10 @@ class Llama(Format):
     marks = (_TAG,)
     is_single = True
     shows = ('"parameters"', "ipython")
+    before = '{"name": "'
+    between = '", "parameters": '
+    after = "}"
+    separator = "; "
 
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read one call."""
@@ -36,14 +37,3 @@ class Llama(Format):
             char = ""  # a list is not a call
         text = yield from json_text(char)
         return [call_of(parsed(text), functions, "parameters")]
-
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of one call; `most` is always 1."""
-        calls = Grammar.choice(
-            f'"{name}", "parameters": ' + grammar for name, grammar in arguments(functions, left_out).items()
-        )
-        return '{"name": ' + calls + "}"
-
-    def write(self, calls: Sequence[Call]) -> str:
-        """Return calls, separated by semicolons."""
-        return "; ".join(f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls)

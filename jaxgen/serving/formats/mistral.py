@@ -8,10 +8,10 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxgen.core.grammar.grammar import Grammar
-from jaxgen.serving.formats.format import Format, Functions, arguments
+from jaxgen.serving.formats.format import Format, Functions
 from jaxgen.serving.formats.reading import (
     Broken,
     Call,
@@ -29,8 +29,8 @@ _OPENING, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _LETTERS = string.ascii_letters + string.digits
 
 
-class MistralList(Format):
-    """Calls such as `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, as Mistral v0.3 and Nemo write them.
+class MistralNamed(Format):
+    """Calls such as `[TOOL_CALLS]f[ARGS]{...}`, as newer models write them; an id is read, but never forced.
 
     Ids have nine letters and digits, and the chat templates reject all others. A past call with another id gets nine
     digits of a hash of this id.
@@ -38,7 +38,9 @@ class MistralList(Format):
 
     openings = (_OPENING,)
     marks = (_OPENING, _ID, _ARGUMENTS)
-    shows = (_OPENING,)
+    shows = (_OPENING, _ARGUMENTS)
+    before = _OPENING
+    between: ClassVar[str | Grammar] = _ARGUMENTS
 
     def read(self, functions: Functions) -> Reading[Parts]:
         """Read a list of calls, or a name with its arguments."""
@@ -50,34 +52,21 @@ class MistralList(Format):
                 raise Broken
             return parts
         name, end = yield from until(_ID, _ARGUMENTS, "{", first=char)
-        given = None
+        identifier = None
         if end == _ID:
-            given, end = yield from until(_ARGUMENTS)
+            identifier, end = yield from until(_ARGUMENTS)
         text = yield from json_text(end if end == "{" else (yield from after_space()))
-        return [call_of({"name": name.strip(), "arguments": parsed(text), "id": given}, functions)]
-
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of a list of calls."""
-        calls = Grammar.choice(
-            f'"{name}", "arguments": ' + grammar for name, grammar in arguments(functions, left_out).items()
-        )
-        items = ('{"name": ' + calls + "}").repeat(1, most, separator=", ")
-        return Grammar.sequence(_OPENING, Grammar.choice(["", " "]), "[", items, "]")
-
-    def write(self, calls: Sequence[Call]) -> str:
-        """Return a list of calls."""
-        items = ", ".join(f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls)
-        return f"{_OPENING}[{items}]"
+        return [call_of({"name": name.strip(), "arguments": parsed(text), "id": identifier}, functions)]
 
     def call_id(self) -> str:
         """Return nine random letters and digits."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
-    def past_id(self, given: str) -> str:
-        """Return `given` if the chat template accepts it, and nine digits of its hash otherwise."""
-        if re.fullmatch("[a-zA-Z0-9]{9}", given):
-            return given
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+    def past_id(self, identifier: str) -> str:
+        """Return `identifier` if the chat template accepts it, and nine digits of its hash otherwise."""
+        if re.fullmatch("[a-zA-Z0-9]{9}", identifier):
+            return identifier
+        return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _part(value: Any, functions: Functions) -> Call | str:
@@ -88,38 +77,33 @@ def _part(value: Any, functions: Functions) -> Call | str:
         return json.dumps(value, ensure_ascii=False)
 
 
-class MistralNamed(MistralList):
-    """Calls such as `[TOOL_CALLS]f[ARGS]{...}`, as newer models write them; an id is read, but never forced."""
-
-    shows = (_OPENING, _ARGUMENTS)
-
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of calls, one after another."""
-        calls = Grammar.choice(
-            f"{name}{_ARGUMENTS}" + grammar for name, grammar in arguments(functions, left_out).items()
-        )
-        return (_OPENING + calls).repeat(1, most)
-
-    def write(self, calls: Sequence[Call]) -> str:
-        """Return calls, one after another."""
-        return "".join(f"{_OPENING}{call.name}{_ARGUMENTS}{call.arguments}" for call in calls)
-
-
 class MistralIdentified(MistralNamed):
     """Calls such as `[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}`, as Mistral Small 3.2 writes them."""
 
     shows = (_OPENING, _ID, _ARGUMENTS)
-
-    def grammar(self, functions: Functions, most: int | None, left_out: list[str] | None = None) -> Grammar:
-        """Return the grammar of calls with ids, one after another."""
-        given = Grammar.regex("[a-zA-Z0-9]{9}")
-        calls = Grammar.choice(
-            f"{name}{_ID}" + given + _ARGUMENTS + grammar for name, grammar in arguments(functions, left_out).items()
-        )
-        return (_OPENING + calls).repeat(1, most)
+    between = _ID + Grammar.regex("[a-zA-Z0-9]{9}") + _ARGUMENTS
 
     def write(self, calls: Sequence[Call]) -> str:
         """Return calls with their ids, one after another."""
         return "".join(
             f"{_OPENING}{call.name}{_ID}{call.id or self.call_id()}{_ARGUMENTS}{call.arguments}" for call in calls
         )
+
+
+class MistralList(MistralNamed):
+    """Calls such as `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, as Mistral v0.3 and Nemo write them."""
+
+    shows = (_OPENING,)
+    before = '{"name": "'
+    between = '", "arguments": '
+    after = "}"
+    separator = ", "
+
+    def grammar(self, functions: Functions, limit: int | None, left_out: list[str] | None = None) -> Grammar:
+        """Return the grammar of a list of calls."""
+        calls = super().grammar(functions, limit, left_out)
+        return Grammar.sequence(_OPENING, Grammar.choice(["", " "]), "[", calls, "]")
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Return a list of calls."""
+        return f"{_OPENING}[{super().write(calls)}]"

@@ -10,8 +10,8 @@ import json
 from collections.abc import Collection, Generator
 from typing import Any, NamedTuple, TypeVar
 
-from jaxgen.core.text.json_file import parse_json
 from jaxgen.errors import InputError
+from jaxgen.json_file import parse_json
 
 SPACE = frozenset(" \t\n\r")
 _JSON = SPACE | frozenset('{}[]",:+-.0123456789E' + "truefalsenull")  # characters that JSON allows outside strings
@@ -134,5 +134,5 @@ def call_of(value: Any, functions: Collection[str], key: str = "arguments") -> C
         raise Broken
     if name not in functions:
         raise Unknown
-    given = fields.get("id")
-    return Call(name, json.dumps(arguments, ensure_ascii=False), given if isinstance(given, str) else None)
+    identifier = fields.get("id")
+    return Call(name, json.dumps(arguments, ensure_ascii=False), identifier if isinstance(identifier, str) else None)

@@ -12,9 +12,9 @@ from jaxgen.control import while_loop
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.continuous.prefixes import NOT_STORED, copy_from, copy_to
 from jaxgen.core.decoding.continuous.queue import NOBODY, Queue
-from jaxgen.core.decoding.forward import Forward, ModelInputs, in_one_pass, inputs_of
-from jaxgen.core.decoding.loop import Prefilled, open_prompts
-from jaxgen.core.decoding.request import Request
+from jaxgen.core.decoding.forward import Forward, in_one_pass, inputs_of
+from jaxgen.core.decoding.loop import open_prompts
+from jaxgen.core.decoding.request import Request, Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.cache import KVCache
@@ -38,7 +38,7 @@ class Pool:
         next: int32[R], the index of the next sequence of each prompt to enter the loop.
         end: int32[R], the index after the last one to enter.
         read: int32[streams * R], the number of tokens of each prompt that have been read or copied from the store.
-        inputs: all tokens of the prompts.
+        tokens: all tokens of the prompts.
         rows: one row per prompt, before any token is generated.
         logits: float32[streams * R, 1, V], at the last token of each prompt that has been fully read.
         states: the hidden states of all layers at the same token; see `Forward`.
@@ -51,7 +51,7 @@ class Pool:
     next: jax.Array
     end: jax.Array
     read: jax.Array
-    inputs: ModelInputs
+    tokens: Tokens
     rows: Rows
     logits: jax.Array
     states: tuple[jax.Array, ...]
@@ -70,7 +70,7 @@ class Pool:
         size = piece_size(run.cfg, max(request.ids.shape[1] + (request.cache is not None), negative))
         capacity = rows_on(run.mesh, min(most, max(_TOKENS // size, 1)))
         nobody = jnp.full(capacity, NOBODY, jnp.int32)
-        inputs, rows, cache = _open(run, request, jnp.zeros(capacity, jnp.int32))
+        tokens, rows, cache = _open(run, request, jnp.zeros(capacity, jnp.int32))
         layers = run.model.num_hidden_layers + 1 if run.reads_states else 0
         states = jnp.zeros((cache.rows, 1, run.model.hidden_size), run.model.dtype)
         pool = cls(
@@ -78,7 +78,7 @@ class Pool:
             next=nobody,
             end=nobody,
             read=jnp.zeros(cache.rows, jnp.int32),
-            inputs=inputs,
+            tokens=tokens,
             rows=rows,
             logits=jnp.zeros((cache.rows, 1, run.model.vocab_size), jnp.float32),
             states=(states,) * layers,
@@ -92,7 +92,7 @@ class Pool:
 
     def ready(self) -> jax.Array:
         """Return bool[R], True for prompts that have been fully read in all streams."""
-        is_read = (self.read >= self.inputs.length).reshape(self.cache.streams, -1)
+        is_read = (self.read >= self.tokens.length).reshape(self.cache.streams, -1)
         return (self.number != NOBODY) & jnp.all(is_read, axis=0)
 
     def unread(self) -> jax.Array:
@@ -110,7 +110,7 @@ class Pool:
         given, queue_index = empty & (order < queue.waiting), queue.queue_index(order)
         number = jnp.where(given, queue.number[queue_index], NOBODY)
         loaded = number != NOBODY
-        inputs, rows, cache = _open(run, queue.request, queue_index)
+        tokens, rows, cache = _open(run, queue.request, queue_index)
         before, keep = cache.length, self.keep  # the cache may already contain a shared prefix
         if self.store is not None and queue.prefixes is not None:
             cache = copy_from(self.store, cache, queue.prefixes.have[queue_index])
@@ -123,7 +123,7 @@ class Pool:
             next=jnp.where(loaded, queue.first_sequence[queue_index], self.next),
             end=jnp.where(loaded, (queue.first_sequence + queue.sequences)[queue_index], self.end),
             read=jnp.where(of_streams, cache.length - before, self.read),
-            inputs=where(of_streams, inputs, self.inputs),
+            tokens=where(of_streams, tokens, self.tokens),
             rows=where(loaded, rows, self.rows),
             # Erase the previous prompt's keys and values, because a NaN would spread even from masked slots.
             cache=dataclasses.replace(where(of_streams, new, old), prefix=self.cache.prefix),
@@ -151,14 +151,14 @@ class Pool:
     def _read_prompts(self, run: Run, pool_index: jax.Array) -> Pool:
         """Read the next piece of the prompts at the indices `pool_index int32[n]`."""
         at = self.cache.row_indices(pool_index)
-        inputs, read = jax.tree.map(lambda x: x[at], (self.inputs, self.read))
-        size = piece_size(run.cfg, inputs.mask.shape[1])
-        remaining = inputs.length - read
+        tokens, read = jax.tree.map(lambda x: x[at], (self.tokens, self.read))
+        size = piece_size(run.cfg, tokens.mask.shape[1])
+        remaining = tokens.length - read
         last = jnp.clip(remaining - 1, 0, size - 1)
         is_all = run.mesh is not None
         before = self.cache if is_all else self.cache.select(pool_index)
         with jax.named_scope("prefill"):
-            after = in_one_pass(run, inputs.columns(read, size), before, last)
+            after = in_one_pass(run, tokens.columns(read, size), before, last)
         ends = (remaining > 0) & (remaining <= size)
         old = jax.tree.map(lambda x: x[at], (self.logits, self.states))
         results = jax.tree.map(
@@ -172,30 +172,30 @@ class Pool:
             store = copy_to(store, after.cache, block, jnp.where(is_kept, keep, NOT_STORED))
         return dataclasses.replace(
             self,
-            read=self.read.at[at].set(jnp.minimum(read + size, inputs.length)),
+            read=self.read.at[at].set(jnp.minimum(read + size, tokens.length)),
             logits=results[0],
             states=results[1],
             cache=after.cache if is_all else self.cache.insert(after.cache, pool_index),
             store=store,
         )
 
-    def take(self, run: Run, pool_index: jax.Array) -> tuple[Pool, Prefilled]:
+    def take(self, run: Run, pool_index: jax.Array) -> tuple[Pool, Rows, Forward]:
         """Take the next sequence of the prompt `pool_index int32[1]`. After its last sequence, it leaves the pool."""
         rows = self.rows.take(pool_index).sequence(self.next[pool_index])
         at = self.cache.row_indices(pool_index)
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
-        prefilled = Prefilled(rows, Forward(logits, states, ModelOutput(logits), self.cache.select(pool_index)))
+        read = Forward(logits, states, ModelOutput(logits), self.cache.select(pool_index))
         following = self.next.at[pool_index].add(1)
         number = jnp.where(following < self.end, self.number, NOBODY)
-        return dataclasses.replace(self, next=following, number=number), prefilled
+        return dataclasses.replace(self, next=following, number=number), rows, read
 
 
-def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the model's inputs, the rows and the initial cache for the prompts at the indices `prompts int32[R]`."""
-    run = run.of_prompts(prompts.shape[0])
+def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[Tokens, Rows, KVCache]:
+    """Return the model's tokens, the rows and the initial cache for the prompts at the indices `prompts int32[R]`."""
+    run = dataclasses.replace(run, prompts=prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
-    inputs, rows = inputs_of(run, rows, tokens, cache, following=run.capacity)
-    return inputs, rows, cache
+    tokens, rows = inputs_of(run, rows, tokens, cache, following=run.capacity)
+    return tokens, rows, cache
 
 
 def piece_size(cfg: GenerationConfig, width: int) -> int:

@@ -22,7 +22,6 @@ from jaxgen.core.decoding.continuous.queue import NOBODY, Queue
 from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.loop import Decoded, Mode, Progress
 from jaxgen.core.decoding.needs import Needs
-from jaxgen.core.decoding.recording import Recording
 from jaxgen.core.decoding.request import Request
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
@@ -89,8 +88,8 @@ class Answers(Results):
 
         On a mesh, the sequences of prompts that only pad the batch are marked as done from the start.
         """
-        count = run.prompts * run.needs.sequences
-        padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
+        count = run.padded_prompts * run.needs.sequences
+        padding = jnp.arange(count) >= run.prompts * run.needs.sequences
         return cls(
             tokens=jnp.broadcast_to(run.pad_id, (count, run.capacity)),
             lengths=jnp.zeros(count, jnp.int32),
@@ -156,7 +155,7 @@ class Continuous(Mode):
 
     def start(self, run: Run, request: Request) -> ContinuousState:
         """Return the state in which all slots are free, and all prompts are waiting and numbered from 0."""
-        prompts = run.sizes.prompts
+        prompts = run.prompts
         number = jnp.arange(prompts, dtype=jnp.int32)
         sequences = jnp.full(prompts, run.needs.sequences, jnp.int32)
         zero = jnp.zeros((), jnp.int32)
@@ -209,8 +208,8 @@ class Continuous(Mode):
             slot, pool_index = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready()))
             old = jax.tree.map(lambda x: x[slot], state.sequences)
             new = Sequences(state.pool.number[pool_index], state.pool.next[pool_index])
-            pool, prefilled = state.pool.take(run, pool_index)
-            entered = self.mode.enter(run, prefilled)
+            pool, rows, read = state.pool.take(run, pool_index)
+            entered = self.mode.enter(run, rows, read)
             results = state.results.leave(run, old, state.rows.rows.take(slot))
             return dataclasses.replace(
                 state,
@@ -247,7 +246,7 @@ class Continuous(Mode):
     def finish(self, run: Run, state: ContinuousState) -> Decoded:
         """Return the results without a cache, because the keys and values of most sequences have been overwritten."""
         answers = _all_answers(run, state)
-        return Decoded(answers.tokens, answers.lengths, answers.reasons, Recording(), None, answers.logprobs)
+        return Decoded(answers.tokens, answers.lengths, answers.reasons, None, None, answers.logprobs)
 
     def progress(self, run: Run, state: ContinuousState) -> Progress:
         """Return the tokens so far."""

@@ -8,16 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgen.core.config.availability import check_options
 from jaxgen.core.decoding.continuous.chunks import Arrivals, open_queue, run_chunk, run_first_chunk
 from jaxgen.core.decoding.continuous.slots import Continuous
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
-from jaxgen.core.decoding.run import Run, Sizes
+from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of, replicate
-from jaxgen.core.request.checks import check_slots
-from jaxgen.core.request.memory import check_call_memory
+from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.prompt_options import PromptOptions
 from jaxgen.programs import Program, default_device
 
@@ -29,68 +27,37 @@ _first_chunk = Program(run_first_chunk, "Engine (first chunk)", static_argnames=
 _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
 
 
-@dataclasses.dataclass(frozen=True)
 class Loop:
     """Everything that stays the same across all chunks of an engine. Parameters and tables may change.
 
-    Attributes:
+    Args:
         options: the options that prompts may set.
         extensions: the caller's functions.
-        mode: the decode mode, wrapped so that rows can leave and enter.
-        sizes: the static sizes.
-        steps: the maximum number of steps in a chunk.
+        slots: the number of slots.
         key_impl: the implementation of random keys.
         stored: the capacity of the prefix store, in blocks; 0 for no store.
+
+    Attributes:
+        queue_capacity: the maximum number of prompts waiting on the device.
+        of_chunk: the static arguments of `run_chunk`.
+        of_open: the static arguments of `open_queue` and `run_first_chunk`.
     """
 
-    options: PromptOptions
-    extensions: Extensions
-    mode: Continuous
-    sizes: Sizes
-    steps: int
-    key_impl: str
-    stored: int
-
-    @classmethod
-    def of(
-        cls,
-        options: PromptOptions,
-        extensions: Extensions,
-        slots: int,
-        *,
-        key_impl: str,
-        stored: int = 0,
-        steps: int = STEPS,
-    ) -> Loop:
-        """Return the loop for `slots` slots. Raise an error if an engine does not support one of the arguments."""
+    def __init__(self, options: PromptOptions, extensions: Extensions, slots: int, key_impl: str, stored: int = 0):
         mode = mode_of(options.full)
-        cfg = options.full.replace(slots=slots)
-        check_slots(cfg, None, extensions, mode)
-        check_options(cfg.reset(options.own), 1)
-        sizes = Sizes(slots, options.capacity, needs=mode.needs(options.full))
-        return cls(options, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
-
-    @property
-    def queue_capacity(self) -> int:
-        """The maximum number of prompts waiting on the device."""
-        return max(2 * self.mode.slots, 8)
+        self.options, self.slots, self._extensions = options, slots, extensions
+        self._needs = mode.needs(options.full)
+        self.queue_capacity = max(2 * slots, 8)
+        self.of_chunk: dict[str, Any] = {"mode": Continuous(mode, slots), "key_impl": key_impl}
+        # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
+        sizes = {"queue_capacity": self.queue_capacity, "entries": 2 * STEPS + 8, "stored": stored}
+        self.of_open: dict[str, Any] = self.of_chunk | sizes
 
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
-        extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
-        return Run(params, self.options.full, extensions, self.sizes, context, mesh=mesh)
-
-    @property
-    def of_open(self) -> dict[str, Any]:
-        """The static arguments of `open_queue` and `run_first_chunk`."""
-        # `entries` is the journal's capacity per slot. Steps add entries, and so do sequences that enter the loop.
-        entries = 2 * self.steps + 8
-        return {**self.of_chunk, "queue_capacity": self.queue_capacity, "entries": entries, "stored": self.stored}
-
-    @property
-    def of_chunk(self) -> dict[str, Any]:
-        """The static arguments of `run_chunk`."""
-        return {"mode": self.mode, "key_impl": self.key_impl}
+        extensions, context = dataclasses.replace(self._extensions, **tables), Context(mesh is not None)
+        cfg, capacity = self.options.full, self.options.capacity
+        return Run(params, cfg, extensions, self.slots, capacity, self._needs, context=context, mesh=mesh)
 
 
 class Device:
@@ -102,8 +69,8 @@ class Device:
 
     def __init__(self, params: Any, loop: Loop, store_bytes: int, grammar_bytes: int = 0):
         self._loop, self._mesh = loop, mesh_of(params)
-        run = self._run(params, {})
-        in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
+        run = loop.run(params, {}, self._mesh)
+        in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.slots))
         check_call_memory(in_slots, loop.options.width, store_bytes, grammar_bytes)
         self._state: Any = None
         self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
@@ -113,16 +80,14 @@ class Device:
         """Create the state, with all slots free. On a mesh, the first chunk creates the state instead."""
         self._no_arrivals = self._placed(no_arrivals, params)
         if self._mesh is None:
-            state = _open(
-                self._run(params, self._placed_tables(tables, params)), self._no_arrivals, **self._loop.of_open
-            )
+            state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
             # Chunks return committed states. Commit the first state too, so that no second program is compiled.
             self._state = committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
         placed = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
-        run = self._run(params, self._placed_tables(tables, params))
+        run = self._run(params, tables)
         if self._state is None:
             self._state, packed = _first_chunk(run, placed, np.int32(steps), **self._loop.of_open)
         else:
@@ -133,15 +98,12 @@ class Device:
         """Place the arrays of a tree on the devices of the parameters."""
         return committed(tree, params) if self._mesh is None else replicate(tree, self._mesh)
 
-    def _placed_tables(self, tables: dict[str, Any], params: Any) -> dict[str, Any]:
-        """Place tables on the devices of the parameters. Tables that have not changed are not copied again."""
+    def _run(self, params: Any, tables: dict[str, Any]) -> Run:
+        """Return the constants of a chunk. Tables that have not changed are not copied to the devices again."""
         for name, table in tables.items():
             if name not in self._tables or self._tables[name][0] is not table:
                 self._tables[name] = table, self._placed(table, params)
-        return {name: self._tables[name][1] for name in tables}
-
-    def _run(self, params: Any, tables: dict[str, Any]) -> Run:
-        return self._loop.run(params, tables, self._mesh)
+        return self._loop.run(params, {name: self._tables[name][1] for name in tables}, self._mesh)
 
 
 def committed(tree: Any, like: Any) -> Any:
@@ -154,4 +116,4 @@ def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -
     """Return the traced program of a chunk. The parameters can be abstract shapes instead of arrays."""
     run = loop.run(params, tables)
     state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
-    return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)
+    return _chunk.trace(run, state, arrivals, np.int32(STEPS), **loop.of_chunk)

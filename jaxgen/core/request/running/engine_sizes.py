@@ -40,19 +40,13 @@ class EngineSizes:
     )
 
     def __post_init__(self):
-        for name, size in SIZES.items():
-            if (value := getattr(self, name)) is not None or size.default is not None:
-                object.__setattr__(self, name, check_whole(name, value, size.metadata["least"]))
+        for size in dataclasses.fields(self):
+            if (value := getattr(self, size.name)) is not None or size.default is not None:
+                object.__setattr__(self, size.name, check_whole(size.name, value, size.metadata["least"]))
 
 
-SIZES = {size.name: size for size in dataclasses.fields(EngineSizes)}
-
-
-def size_text(name: str, default: int | None) -> str:
-    """Return the meaning of a size, and what applies by default."""
-    size = SIZES[name].metadata
-    return f"{size['text']} (default: {size['unset'] if default is None else default})"
-
-
-_ATTRIBUTES = [f"\n        {name}: {size_text(name, getattr(EngineSizes, name))}." for name in SIZES]
+_ATTRIBUTES = [
+    f"\n        {size.name}: {size.metadata['text']} (default: {size.metadata['unset'] or size.default})."
+    for size in dataclasses.fields(EngineSizes)
+]
 EngineSizes.__doc__ = f"{EngineSizes.__doc__}Attributes:{''.join(_ATTRIBUTES)}\n    "

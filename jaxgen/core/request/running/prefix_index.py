@@ -11,7 +11,7 @@ import numpy as np
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding.continuous.pool import piece_size
 from jaxgen.core.decoding.continuous.prefixes import NOT_STORED
-from jaxgen.core.request.memory import cache_bytes
+from jaxgen.core.request.cache_memory import cache_bytes
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.errors import InputError
 

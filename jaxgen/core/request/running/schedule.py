@@ -50,12 +50,11 @@ class Job:
         group: the group of prompts with which the prompt shares its turns.
         automata: the prompt's automata by table name, each with a key; equal automata have the same key.
         number: the prompt's number on the device; `NOBODY` until the prompt is sent there.
-        remaining: the number of the prompt's sequences that have not ended.
         pieces: the names of the prompt's pieces in the prefix store; None until the names are needed.
         states: the initial states of the prompt's automata by table name; None until the prompt is sent.
         parts: the parts that have been sent.
         sent: the number of the prompt's sequences that have been sent.
-        begun: the number of the prompt's sequences that have begun.
+        begun, ended: the numbers of the prompt's sequences that have begun, and that have ended.
         cached: the number of the prompt's tokens that were in the store when the first part was sent.
     """
 
@@ -64,16 +63,13 @@ class Job:
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     group: Hashable = None
     number: int = NOBODY
-    remaining: int = 0
     pieces: list[bytes] | None = None
     states: dict[str, int] | None = None
     parts: list[Part] = dataclasses.field(default_factory=list)
     sent: int = 0
     begun: int = 0
+    ended: int = 0
     cached: int = 0
-
-    def __post_init__(self):
-        self.remaining = self.sequences
 
     @property
     def sequences(self) -> int:
@@ -326,8 +322,8 @@ class Schedule:
             part.begun, job.begun, self._begun = part.begun + begun, job.begun + begun, self._begun + begun
             yield Entries(job, sequence, news[:, 2], reason, news[:, 4:], part.version)
             if reason:
-                job.remaining -= 1
-                if not job.remaining:
+                job.ended += 1
+                if job.ended == job.sequences:
                     self._release(job)
         self._begins.append(max(self._begun - before, 0 if self._queued else self.slots))
 

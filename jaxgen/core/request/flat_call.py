@@ -1,4 +1,4 @@
-"""`generate` as a function of dicts of arrays with dotted names, without jaxgen's types."""
+"""A call as a function of dicts of arrays with dotted names, without jaxgen's types."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxgen.core.config.generation_config import GenerationConfig, model_of, war
 from jaxgen.core.config.generation_options import TRACED
 from jaxgen.core.decoding import loop
 from jaxgen.core.decoding.extensions import Extensions
+from jaxgen.core.decoding.loop import Decoded
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of
 from jaxgen.core.model.weights import Quantized
-from jaxgen.core.output import output
 from jaxgen.core.request.checks import check_call, check_room, extensions_of
-from jaxgen.core.request.prepare import CallInputs, prepare
+from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
+from jaxgen.core.request.random_keys import KEY_IMPL
 from jaxgen.errors import ConfigError, InputError
 
-KEYS = "threefry2x32"  # the only kind of random key that gives the same bits on all platforms
-_NOT_RETURNED = ("cache", "prompt_width")
+Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +34,24 @@ class FlatCall:
     """A call to `generate`, whose prompts and options are arguments.
 
     Attributes:
-        run: the function of two dicts: the parameters and the inputs. It returns the dict of outputs.
+        run: the function of two dicts: the parameters and the inputs. It returns the arguments of `output`.
         params: the shapes of the parameters.
         inputs: the shapes of the inputs.
         values: the values of inputs that `cfg` sets.
+        key_impl: the implementation of random keys, the only one that gives the same bits on all platforms.
     """
 
-    run: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    params: dict[str, Any]
-    inputs: dict[str, Any]
+    run: Callable[[Arrays, Arrays], tuple[Prepared, Decoded]]
+    params: Arrays
+    inputs: Arrays
     values: dict[str, np.ndarray]
+    key_impl: str = KEY_IMPL
 
 
-def flat_call(params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowed: Any = None, **own: Any) -> FlatCall:
-    """Return a call of `shape` (B, P). `own` are arguments of `extensions_of`, and `allowed` is a grammar or None.
+def flat_call(
+    params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowed: Any = None, **functions: Any
+) -> FlatCall:
+    """Return a call of `shape` (B, P). `allowed` is a grammar or None, and `functions` are for `extensions_of`.
 
     Raises:
         InputError, ConfigError, TypeError: for the same reasons as in `generate`, or because something needs the host.
@@ -68,7 +72,7 @@ def flat_call(params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowe
         raise ConfigError("max_new_tokens is not set, but an exported program has arrays of fixed size: set it")
     check_options(cfg, shape[0])
     warn_unused(cfg)
-    extensions = dataclasses.replace(extensions_of(cfg, **own), allowed=allowed)
+    extensions = dataclasses.replace(extensions_of(cfg, **functions), allowed=allowed)
     budget = np.asarray(cfg.max_new_tokens, np.int32)
     if allowed is not None:
         check_room(allowed, cfg, np.atleast_1d(budget))
@@ -81,34 +85,32 @@ def flat_call(params: Any, cfg: GenerationConfig, shape: tuple[Any, int], allowe
 
 def _program(
     params, cfg: GenerationConfig, extensions: Extensions, budget: np.ndarray
-) -> tuple[Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], dict[str, np.ndarray]]:
-    """Return `generate` as a function of two dicts (parameters and inputs), and the default values of its inputs."""
-    most = int(budget.max())
-    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sets the size of arrays
+) -> tuple[Callable[[Arrays, Arrays], tuple[Prepared, Decoded]], dict[str, np.ndarray]]:
+    """Return the call as a function of two dicts (parameters and inputs), and the default values of its inputs."""
+    capacity = int(budget.max())
+    sized = cfg.reset(["max_length"]).replace(max_new_tokens=capacity)  # so that max_new_tokens sets the size of arrays
     leaves, static = sized.tree_flatten()
     on = {name: leaf for name, leaf in zip(TRACED, leaves, strict=True) if leaf is not None}
     values = {name: np.asarray(jnp.asarray(x)) for name, x in flatten(jax.tree.map(jnp.asarray, on)).items()}
     values["max_new_tokens"] = budget
     structure, names = jax.tree.structure(on), param_names(params)
 
-    def run(params: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-        given = jax.tree.unflatten(structure, [inputs[name] for name in values if name != "max_new_tokens"])
-        own = GenerationConfig.tree_unflatten(static, [given.get(name) for name in TRACED])
+    def run(params: Arrays, inputs: Arrays) -> tuple[Prepared, Decoded]:
+        options = jax.tree.unflatten(structure, [inputs[name] for name in values if name != "max_new_tokens"])
+        cfg = GenerationConfig.tree_unflatten(static, [options.get(name) for name in TRACED])
         tree = jax.tree.map(params.__getitem__, names)
-        check_call(tree, own)
-        key = jax.random.wrap_key_data(inputs["key"], impl=KEYS) if "key" in inputs else None
-        prepared = prepare(tree, own, CallInputs(inputs["ids"], key, inputs["attention_mask"]), extensions, eager=False)
+        check_call(tree, cfg)
+        key = jax.random.wrap_key_data(inputs["key"], impl=KEY_IMPL) if "key" in inputs else None
+        prepared = prepare(tree, cfg, CallInputs(inputs["ids"], key, inputs["attention_mask"]), extensions, eager=False)
         run = dataclasses.replace(prepared.run, context=Context(divided=False, portable=True))
-        budget = jnp.broadcast_to(jnp.minimum(inputs["max_new_tokens"], most), prepared.request.budget.shape)
+        budget = jnp.broadcast_to(jnp.minimum(inputs["max_new_tokens"], capacity), prepared.request.budget.shape)
         request = dataclasses.replace(prepared.request, budget=budget)
-        out = output(prepared, loop.decode(run, request, prepared.mode))
-        fields = {field.name: getattr(out, field.name) for field in dataclasses.fields(out)}
-        return flatten({name: value for name, value in fields.items() if name not in _NOT_RETURNED})
+        return prepared, loop.decode(run, request, prepared.mode)
 
     return run, values
 
 
-def _shapes(arrays: dict[str, Any]) -> dict[str, Any]:
+def _shapes(arrays: Arrays) -> Arrays:
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
@@ -131,12 +133,12 @@ def param_names(params: Any) -> Any:
     return flax.traverse_util.unflatten_dict(names, sep=".")
 
 
-def flat_params(params: Any) -> dict[str, Any]:
+def flat_params(params: Any) -> Arrays:
     """Return the arrays of `params` in a dict, keyed by their tensor names in a checkpoint."""
     return dict(zip(jax.tree.leaves(param_names(params)), jax.tree.leaves(params), strict=True))
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any) -> Arrays:
     """Return a tree's arrays in a dict, keyed by dotted names."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in paths}

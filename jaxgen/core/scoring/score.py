@@ -23,7 +23,7 @@ from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.core.request.checks import check_call, check_grammar
 from jaxgen.core.request.inputs import is_traced, mask_of, token_ids
-from jaxgen.core.scoring.logprobs import logprobs
+from jaxgen.core.scoring.compiled import logprobs
 from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.programs import under_jit
 

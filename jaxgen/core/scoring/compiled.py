@@ -116,8 +116,8 @@ def _first_largest(logits: jax.Array) -> jax.Array:
     """Return `argmax(logits, axis=-1)`, or V if a logit is NaN, using reductions that XLA vectorizes on a CPU."""
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
-    places = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)
-    return jnp.min(places, axis=-1)
+    indices = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)
+    return jnp.min(indices, axis=-1)
 
 
 def _column_before(mask: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of, place_rows
 from jaxgen.core.request.checks import check_call
 from jaxgen.core.request.inputs import row_ids
-from jaxgen.core.scoring.logprobs import continuation_logprobs
-from jaxgen.core.scoring.text import LOGITS_AT_ONCE, chunk_size
+from jaxgen.core.scoring.compiled import continuation_logprobs
+from jaxgen.core.scoring.score import LOGITS_AT_ONCE, chunk_size
 from jaxgen.errors import ConfigError, check_whole
 from jaxgen.programs import default_device
 from jaxgen.progress import progress_bar
@@ -185,18 +185,18 @@ def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None
     contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
     context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
     context_mask[:, -1] = True  # no row may be empty, not even rows that only pad the batch
-    places = {}
+    rows_and_sizes = {}
     for row, group in enumerate(batch):
         contexts[row, columns - len(group.context) :] = group.context
         context_mask[row, columns - len(group.context) :] = True
-        for place, (number, continuation) in enumerate(group.continuations.items(), row * copies):
-            ids[place, : len(continuation)] = continuation
-            mask[place, : len(continuation)] = True
-            places[number] = place, len(continuation)
+        for index, (number, continuation) in enumerate(group.continuations.items(), row * copies):
+            ids[index, : len(continuation)] = continuation
+            mask[index, : len(continuation)] = True
+            rows_and_sizes[number] = index, len(continuation)
     chunk = chunk_size(None, width, len(ids) * cfg.model.vocab_size)
     inputs = place_rows((contexts, context_mask, ids, mask), mesh)
     adapter: Any = np.full(1, cfg.adapter, np.int32) if cfg.on("adapter") else None
     context = Context(mesh is not None, adapter)
     scores = continuation_logprobs(params, *inputs, context=context, model=cfg.model, chunk=chunk)
     logprobs, is_greedy = (np.asarray(x) for x in jax.device_get((scores.logprobs, scores.is_greedy)))
-    return {number: TokenScores(logprobs[row, :n], is_greedy[row, :n]) for number, (row, n) in places.items()}
+    return {number: TokenScores(logprobs[row, :n], is_greedy[row, :n]) for number, (row, n) in rows_and_sizes.items()}

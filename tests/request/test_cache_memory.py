@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgen import Engine, GenerationConfig, InputError, KVCache, generate, programs
-from jaxgen.core.request.memory import cache_bytes
+from jaxgen.core.request.cache_memory import cache_bytes
 from jaxgen.memory import REMEDY
 from tests.support.compilations import compilations, listening
 from tests.support.models import model_config, random_params
@@ -102,7 +102,7 @@ def test_an_engine_too(free):
 @pytest.mark.slow
 def test_importing_takes_no_device():
     code = (
-        "import convert.hub, jaxgen.core.request.memory\n"
+        "import convert.hub, jaxgen.core.request.cache_memory\n"
         "from jax._src import xla_bridge\n"
         "print(xla_bridge.backends_are_initialized())"
     )

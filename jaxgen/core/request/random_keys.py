@@ -27,7 +27,7 @@ def own_keys(key: jax.Array, indices: Sequence[int], seeds: Sequence[int | None]
     """Return the key of each prompt: that of its own seed, or else `fold_in(key, index)`."""
     numbers: Any = np.asarray(indices, np.uint32)
     data: Any = np.array(jax.random.key_data(folded(key, numbers)))
-    for place, seed in enumerate(seeds):
+    for row, seed in enumerate(seeds):
         if seed is not None:
-            data[place] = seed_words(seed)
+            data[row] = seed_words(seed)
     return jax.random.wrap_key_data(data, impl=KEY_IMPL)

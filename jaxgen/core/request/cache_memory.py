@@ -31,25 +31,15 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = N
 
 
 def caches_bytes(
-    models: Iterable[ModelConfig],
-    *,
-    prompts: int,
-    sequences: int,
-    width: int,
-    capacity: int,
-    cache_dtype: str | None,
-    slots: int | None,
-    prefixes: int = 0,
-    grammars: int = 0,
+    models: Iterable[ModelConfig], cfg: GenerationConfig, prompts: int, sequences: int, width: int, capacity: int
 ) -> int:
-    """Return the total size in bytes of the caches for prompts and sequences, plus `prefixes` and `grammars`.
+    """Return the total size in bytes of the caches for prompts of `width` tokens, each with the given sequences.
 
-    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences. `prefixes` and `grammars` are
-    the sizes in bytes of an engine's prefix store and of its table of grammars.
+    With `slots`, memory is allocated for `slots` rows, even if there are fewer sequences.
     """
-    prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
-    sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
-    return prefixes + grammars + sum([cache_bytes(*size) for size in sizes])
+    prompts, rows = (prompts, prompts * sequences) if cfg.slots is None else (cfg.slots, cfg.slots)
+    sizes = [(model, *size, cfg.cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
+    return sum([cache_bytes(*size) for size in sizes])
 
 
 def bytes_of_call(
@@ -60,36 +50,22 @@ def bytes_of_call(
     `width` is the number of tokens in the longest prompt. At least `answers` answers to each prompt are decoded at a
     time.
     """
-    return caches_bytes(
-        models,
-        prompts=prompts,
-        sequences=max(answers, mode_of(cfg, len(models) > 1).needs(cfg).sequences),
-        width=prompt_bucket(width),
-        capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
-        cache_dtype=cfg.cache_dtype,
-        slots=cfg.slots,
-    )
+    sequences = max(answers, mode_of(cfg, len(models) > 1).needs(cfg).sequences)
+    capacity = capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records)
+    return caches_bytes(models, cfg, prompts, sequences, prompt_bucket(width), capacity)
 
 
 def check_call_memory(run: Run, width: int, prefixes: int = 0, grammars: int = 0) -> None:
     """Raise an `InputError` if the device does not have enough memory for a call's caches.
 
-    `width` is the width of prompts in the program. `prefixes` and `grammars` are as in `caches_bytes`.
+    `width` is the width of prompts in the program. `prefixes` and `grammars` are the sizes in bytes of an engine's
+    prefix store and of its table of grammars.
     """
-    needed = caches_bytes(
-        (run.model,) if run.draft is None else (run.model, run.draft.model),
-        prompts=run.sizes.prompts,
-        sequences=run.needs.sequences,
-        width=width,
-        capacity=run.capacity,
-        cache_dtype=run.cfg.cache_dtype,
-        slots=run.cfg.slots,
-        prefixes=prefixes,
-        grammars=grammars,
-    )
+    models = (run.model,) if run.draft is None else (run.model, run.draft.model)
+    needed = caches_bytes(models, run.cfg, run.prompts, run.needs.sequences, width, run.capacity)
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
     count = len(devices)  # on a mesh, all devices store parts of about equal size
-    if (each := needed // count) > SMALL:
+    if (each := (needed + prefixes + grammars) // count) > SMALL:
         remedy = f"{REMEDY}, or prefix_cache_bytes=0" if prefixes else REMEDY
         check_free("this call needs {}", each, devices, remedy)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError
-from jaxgen.core.request.keys import own_keys, seed_keys
+from jaxgen.core.request.random_keys import own_keys, seed_keys
 
 
 def data(*keys):

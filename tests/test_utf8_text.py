@@ -6,8 +6,8 @@ import random
 import pytest
 
 from jaxgen import InputError
-from jaxgen.core.text.json_file import parse_json
-from jaxgen.core.text.utf8_text import text_lines
+from jaxgen.json_file import parse_json
+from jaxgen.utf8_text import text_lines
 
 # Characters at which Python's splitlines would split, and a few that look like spaces.
 INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\u00a0\ufeff"
