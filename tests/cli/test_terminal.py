@@ -140,7 +140,7 @@ def test_one_prompt(start, checkpoint):
 
 
 @pytest.mark.slow
-def test_the_terminal_breaks_long_lines(start, run):
+def test_long_lines_are_left_to_the_terminal(start, run):
     story = ("-n", 64, "Tell me a story about an owl")
     status, exact, _ = run(*story)
     assert status == 0

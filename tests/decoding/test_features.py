@@ -277,7 +277,7 @@ def test_all_modes_are_listed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("feature", "mode"), CELLS)
-def test_feature(feature, mode):
+def test_feature_works_or_is_refused_in_each_mode(feature, mode):
     error = REFUSED.get((feature, mode))
     if error is None:
         FEATURES[feature](mode)
@@ -292,7 +292,7 @@ def test_stop_strings_per_prompt(mode):
     own_stop_strings(mode)
 
 
-def test_the_page_has_this_table():
+def test_modes_page_contains_the_feature_table():
     page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text("utf-8")
     for feature in FEATURES:
         cells = ["refused" if (feature, mode) in REFUSED else "yes" for mode in MODES]

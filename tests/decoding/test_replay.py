@@ -65,7 +65,7 @@ def scored(params, out, cfg, **arguments):
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.slow
-def test_what_generate_chose_from(name):
+def test_score_equals_the_recorded_log_probabilities(name):
     cfg = CFG.replace(**SETTINGS[name], top_logprobs=3)
     out = run(cfg)
     assert len(set(np.asarray(out.lengths).tolist())) > 1
@@ -171,7 +171,7 @@ def of_one_token(params, ids, prompt_length, length):
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_single_steps():
+def test_gradient_equals_that_of_single_steps():
     out = run(TUNED)
     weights = jnp.asarray([0.5, -1.0, 2.0])
     mask, lengths = np.asarray(out.attention_mask), np.asarray(out.lengths)
@@ -195,7 +195,7 @@ def test_the_gradient_is_that_of_single_steps():
 
 
 @pytest.mark.slow
-def test_the_logits_of_all_positions_are_never_held():
+def test_logits_of_all_positions_are_never_stored():
     vocab, rows, width, start, chunk = 5003, 3, 64, 8, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)
     params, ids = random_params(model), np.full((rows, width), 3, np.int32)
@@ -214,7 +214,7 @@ def test_the_logits_of_all_positions_are_never_held():
 
 
 @pytest.mark.slow
-def test_under_jit():
+def test_score_under_jit_equals_the_eager_result():
     out = run(TUNED)
     eager = scored(PARAMS, out, TUNED, top_logprobs=2)
 
@@ -227,7 +227,7 @@ def test_under_jit():
 
 
 @pytest.mark.slow
-def test_in_any_bucket_and_alone():
+def test_score_does_not_depend_on_bucket_or_batch():
     out = run(TUNED)
     together = scored(PARAMS, out, TUNED)
     more = ((0, 0), (40, 50))
@@ -240,7 +240,7 @@ def test_in_any_bucket_and_alone():
         close(alone.logprobs[0], together.logprobs[row])
 
 
-def test_one_program_for_other_values_and_widths():
+def test_other_values_and_widths_share_a_program():
     rng = np.random.default_rng(0)
     mask = np.ones((2, 40), bool)
     cfg = TUNED.replace(eos_token_id=None)
@@ -281,7 +281,7 @@ def test_the_budget_of_the_default_length():
 
 
 @pytest.mark.parametrize("top_k", [0, 1])
-def test_a_token_that_cannot_be_chosen(top_k):
+def test_impossible_token_scores_minus_infinity(top_k):
     """A banned token stays banned, and a warper never removes the given token."""
     cfg = CFG.replace(suppress_tokens=[4], top_k=top_k)
     out = score(PARAMS, [[3, 4, 5]], cfg, of="scores", prompt_width=1)
@@ -312,7 +312,7 @@ def test_a_token_that_cannot_be_chosen(top_k):
         ({"hook": None}, TypeError, "hook"),
     ],
 )
-def test_what_is_refused(change, error, message):
+def test_unsupported_options_are_refused(change, error, message):
     arguments = {"params": PARAMS, "ids": [[1, 2, 3]], "cfg": CFG, "of": "scores", "prompt_width": 1, **change}
     with pytest.raises(error, match=message):
         score(**arguments)

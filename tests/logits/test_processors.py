@@ -114,7 +114,7 @@ def test_sequence_biases_of_each_row(scores, ids, length, biases):
 
 @check()
 @given(SCORES, IDS, LENGTHS, BIASES.filter(len))
-def test_the_option_sequence_bias(scores, ids, length, biases):
+def test_sequence_bias_option_is_applied(scores, ids, length, biases):
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
     expected = np.minimum(expected, np.finfo(np.float32).max)  # an infinite score would make the probabilities NaN
     same(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
@@ -148,12 +148,12 @@ def test_bad_words_ids_of_each_row(scores, ids, length, words):
 
 @check(max_examples=30)
 @given(SCORES, IDS, LENGTHS, BIASES)
-def test_a_table_with_more_room_is_the_same_table(scores, ids, length, biases):
+def test_padding_of_a_bias_table_changes_nothing(scores, ids, length, biases):
     narrow, wide = shared(biases), shared(biases, entries=8, width=7)
     np.testing.assert_array_equal(*(add_biases(scores, ids, length, *each) for each in (narrow, wide)))
 
 
-def test_a_sequence_as_long_as_the_row_and_one_more():
+def test_sequences_as_long_as_the_row_or_longer():
     scores, ids = np.zeros((1, VOCAB), np.float32), np.asarray([[5, 3, 5, 3]], np.int32)
     biases = {(5, 3, 1): 4.0}
     for length, applies in ((1, False), (2, True), (3, False), (4, True)):
@@ -206,7 +206,7 @@ def test_encoder_no_repeat_ngram_size(n):
 
 @check(max_examples=30)
 @given(SCORES, IDS, LENGTHS, GARBAGE, BIASES.filter(len))
-def test_what_follows_the_end_changes_nothing(scores, ids, length, garbage, biases):
+def test_ids_after_the_end_are_ignored(scores, ids, length, garbage, biases):
     other = np.where(np.arange(WIDTH) < length[:, None], ids, garbage)
     half = length // 2
     for fields in (
@@ -269,7 +269,7 @@ def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, freq
             np.testing.assert_array_equal(process(scores[row : row + 1], alone, **number)[0], out[row])
 
 
-def test_diversity_penalty_counts_what_earlier_groups_chose():
+def test_diversity_penalty_counts_choices_of_earlier_groups():
     scores = np.zeros((2, VOCAB), np.float32)
     history = history_of(np.zeros((2, 1), np.int32), np.ones(2, np.int32), vocab=VOCAB)
     history = dataclasses.replace(history, chosen=jnp.asarray([[3, 5, 3], [0, 0, 0]]))
@@ -354,7 +354,7 @@ def test_log_softmax(scores):
     same(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
 
 
-def test_a_row_of_bans_alone_stays_one():
+def test_fully_banned_row_stays_banned():
     scores = np.full((ROWS, VOCAB), BANNED, np.float32)
     history = history_of(np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32), vocab=VOCAB)
     number = np.full(ROWS, 2.0, np.float32)
@@ -411,7 +411,7 @@ def test_a_decay_beyond_float32_raises_scores_to_the_largest_number():
 
 @check(max_examples=30)
 @given(SCORES, SCORES, IDS, LENGTHS, SETS, NUMBERS)
-def test_a_row_is_alone(scores, others, ids, length, tokens, number):
+def test_rows_are_independent(scores, others, ids, length, tokens, number):
     rows = np.asarray([True, False, True])
     calls = {
         jitted["guidance"]: (scores, others, number),

@@ -72,7 +72,7 @@ def test_to_hf_is_what_transformers_returns(name):
 
 
 @pytest.mark.slow
-def test_layers_are_those_of_one_pass():
+def test_layers_equal_those_of_one_pass():
     out = generate(PARAMS, IDS, None, CFG.replace(**EVERYTHING), attention_mask=MASK)
     width, heads = out.sequences.shape[1] - 1, MODEL.num_attention_heads
     whole = CausalLM(MODEL).apply(
@@ -143,7 +143,7 @@ def test_log_probabilities(source):
         np.testing.assert_allclose(scores.logprobs[:, out.prompt_width :], out.logprobs, atol=1e-4)
 
 
-def test_what_is_not_asked_for_is_not_there():
+def test_records_that_are_not_requested_are_none():
     out = generate(PARAMS, IDS, None, CFG, attention_mask=MASK)
     for name in ("scores", "logits", "logprobs", "top_logprobs", "top_tokens", "hidden_states", "attentions"):
         assert getattr(out, name) is None

@@ -102,7 +102,7 @@ def compare(ours, expected, chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
-def test_rows_with_options_of_their_own(name):
+def test_options_per_row_match_transformers(name):
     for scores, row, options, static, expected, chance in batches(name):
         run = jax.jit(lambda scores, row, options, static=static: apply(name, scores, row, options | static))
         compare(run(scores, row, options), expected, chance)
@@ -110,7 +110,7 @@ def test_rows_with_options_of_their_own(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
-def test_a_row_with_options_for_all(name):
+def test_shared_options_match_transformers(name):
     """Each row runs alone, with options that have no row axis."""
     for scores, row, options, static, expected, chance in batches(name):
 

@@ -55,7 +55,7 @@ def test_rows_of_different_lengths(tied, side):
         assert not np.any(np.asarray(out.logprobs)[row][mask[row] == 0])
 
 
-def test_a_score_is_printed_with_its_shapes():
+def test_repr_of_a_score_shows_shapes():
     out = score(PARAMS, [[5, 3, 8]], CFG, top_logprobs=2)
     assert repr(out) == (
         "LogProbs(logprobs=float32[1, 3], top_logprobs=float32[1, 3, 2], top_tokens=int32[1, 3, 2], "
@@ -67,7 +67,7 @@ def test_a_score_is_printed_with_its_shapes():
 
 
 @pytest.mark.slow
-def test_padding_within_a_row():
+def test_padding_within_a_row_is_ignored():
     row = ROWS[0]
     mask = np.asarray([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0]])
     ids = np.full(mask.shape, 33)
@@ -88,7 +88,7 @@ def test_the_mask_is_inferred_as_in_generate():
 
 
 @pytest.mark.parametrize("chunk", [3, 100, *slow(1, 7, 32)])
-def test_chunks_change_nothing(chunk):
+def test_chunks_do_not_change_scores(chunk):
     ids, mask = left_pad(ROWS)
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3)
     parts = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3, chunk=chunk)
@@ -98,7 +98,7 @@ def test_chunks_change_nothing(chunk):
 
 
 @pytest.mark.parametrize("top", [5, *slow(1, 97)])
-def test_the_most_likely_tokens(top):
+def test_most_likely_tokens_are_returned(top):
     ids, mask = left_pad(ROWS)
     out = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=top)
     assert (out.top_tokens.shape, out.top_tokens.dtype) == ((*ids.shape, top), "int32")
@@ -114,7 +114,7 @@ def test_the_most_likely_tokens(top):
 
 
 @pytest.mark.slow
-def test_what_generate_gave():
+def test_score_equals_log_probabilities_of_generate():
     prompts, mask = left_pad([[5, 3, 8], [2], [4, 1]])
     eos = [int(token) for token in range(0, 97, 9)]
     cfg = CFG.replace(max_new_tokens=9, eos_token_id=eos, pad_token_id=1)
@@ -148,7 +148,7 @@ def test_under_jit_and_with_a_traced_mask():
 
 
 @pytest.mark.slow
-def test_in_16_bits():
+def test_bfloat16_scores_are_close():
     model = dataclasses.replace(MODEL, dtype="bfloat16")
     params = random_params(model)
     ids, mask = left_pad(ROWS)
@@ -163,7 +163,7 @@ def test_in_16_bits():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_plain_formula(tied):
+def test_gradient_matches_the_plain_formula(tied):
     model = model_config(tie_word_embeddings=tied, num_hidden_layers=1)
     params = random_params(model)
     cfg = CFG.replace(model=model)
@@ -197,7 +197,7 @@ def sizes_with(program, dimension):
                     yield from sizes_with(inner, dimension)
 
 
-def test_the_logits_of_all_positions_are_never_held():
+def test_logits_of_all_positions_are_never_stored():
     vocab, rows, width, chunk = 5003, 3, 64, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)
     params, ids = random_params(model), np.ones((rows, width), np.int32)
@@ -250,7 +250,7 @@ def test_one_program_serves_all_lengths_in_a_bucket():
         ({"chunk": True}, TypeError, "chunk"),
     ],
 )
-def test_what_is_refused(change, error, message):
+def test_bad_arguments_are_refused(change, error, message):
     arguments = {"params": PARAMS, "ids": [[1, 2, 3]], "cfg": CFG, **change}
     with pytest.raises(error, match=message):
         score(**arguments)
@@ -281,7 +281,7 @@ def by_loop(sequences, scores, beams, normalize):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_transition_scores(normalize, seed):
+def test_transition_scores_match_the_reference(normalize, seed):
     sequences, scores, beams = transition(seed)
     jitted = jax.jit(compute_transition_scores, static_argnums=3)
     for given in (beams, None):
@@ -294,7 +294,7 @@ def test_transition_scores(normalize, seed):
             close(jitted(sequences, form, given, normalize), wanted)
 
 
-def test_beams_add_up_to_their_score():
+def test_transition_scores_of_a_beam_sum_to_its_score():
     """A beam's score is the sum of its log-probabilities / length ** penalty."""
     sequences, scores, beams = transition(0)
     scores = np.where(np.isinf(scores), np.float32(-9), scores)
@@ -318,7 +318,7 @@ def test_beams_add_up_to_their_score():
         ({"beam_indices": np.zeros((4, 6), np.int32)}, "beam_indices must have shape"),
     ],
 )
-def test_transition_scores_that_do_not_fit(change, message):
+def test_mismatched_transition_scores_are_refused(change, message):
     sequences, scores, beams = transition(0)
     with pytest.raises(InputError, match=message):
         compute_transition_scores(**{"sequences": sequences, "scores": scores, "beam_indices": beams, **change})
@@ -338,7 +338,7 @@ def test_choices_are_scored_after_the_question():
         close(found.per_byte[number], total / len(choice.encode()))
 
 
-def test_a_token_that_spans_question_and_answer_is_the_answers():
+def test_token_spanning_question_and_answer_counts_as_answer():
     tok = byte_level()
     model = model_config(vocab_size=len(tok))
     params, whole = random_params(model), tok.encode("hello")
@@ -358,6 +358,6 @@ def test_a_token_that_spans_question_and_answer_is_the_answers():
         ("", ["y"], InputError, "'y' adds no token"),
     ],
 )
-def test_wrong_choices(question, choices, error, message):
+def test_bad_choices_are_refused(question, choices, error, message):
     with pytest.raises(error, match=message):
         score_choices(PARAMS, question, choices, CFG, byte_level())

@@ -58,7 +58,7 @@ def close(left, right, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-6, float(jnp.abs(b).max())))
 
 
-def test_a_packed_row_is_its_texts_alone():
+def test_packed_row_equals_its_texts_alone():
     (total, count), packed = gradient_of(PARAMS, filled(rows()))
     one_each = TrainBatch(
         *(
@@ -73,7 +73,7 @@ def test_a_packed_row_is_its_texts_alone():
     close(packed, separate)
 
 
-def test_padding_teaches_nothing():
+def test_padding_does_not_affect_the_loss():
     data = rows()
     junk = TrainBatch(np.where(data.segments == 0, 55, data.ids), data.labels, data.segments)
     assert (junk.ids != data.ids).any()
@@ -91,7 +91,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     close(state.optimizer, whole.optimizer)
 
 
-def test_rows_that_cannot_be_divided():
+def test_indivisible_rows_are_refused():
     with pytest.raises(InputError, match="4 rows cannot be divided into accumulate=3"):
         step_of(dataclasses.replace(CFG, accumulate=3))(TrainState.create(PARAMS, CFG), take(rows(), 4))
 
@@ -104,7 +104,7 @@ def test_rematerialized_layers_have_the_same_gradient_and_store_less():
 
 
 @pytest.mark.slow
-def test_bfloat16_computes_and_float32_is_kept():
+def test_computation_is_bfloat16_and_params_stay_float32():
     data = take(rows(), 4)
     cfg = TrainConfig(steps=10, learning_rate=1e-3, dtype="bfloat16")
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
@@ -154,7 +154,7 @@ def test_gradients_are_clipped():
 
 
 @pytest.mark.slow
-def test_dropout_differs_by_step_only():
+def test_dropout_depends_only_on_the_step():
     step, data = step_of(LEARNING, DROPOUT), take(rows(), 4)
 
     def loss_at(number):
@@ -221,7 +221,7 @@ def test_low_rank_updates():
         ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
     ],
 )
-def test_settings_that_make_no_sense(fields, message):
+def test_bad_settings_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{"steps": 10, **fields})
 
