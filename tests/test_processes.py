@@ -20,7 +20,7 @@ from jaxgen import GenerationConfig, generate, generate_many, score
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.models import model_config, random_params
-from tests.support.one_of_two import OPTIONS, PROMPTS, grammar
+from tests.support.two_processes import OPTIONS, PROMPTS, grammar
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
@@ -44,10 +44,10 @@ def environment(programs):
 
 @pytest.fixture
 def both(port, environment):
-    """Return a function that runs a task of `one_of_two` in two processes, and returns what each printed."""
+    """Return a function that runs a task of `two_processes` in two processes, and returns what each printed."""
 
     def both(task: str, shape: tuple[int, int], *paths: Path) -> list[dict]:
-        words = [sys.executable, "-m", "tests.support.one_of_two", task]
+        words = [sys.executable, "-m", "tests.support.two_processes", task]
         processes = [
             subprocess.Popen(
                 [*words, *map(str, (number, port, *shape, *paths))],

@@ -109,10 +109,11 @@ class TestCompilations:
         assert threading.active_count() == before
 
     @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
-    def test_the_setting_turns_reports_off(self, soon, no_threads, monkeypatch, value):
+    def test_setting_disables_reports(self, soon, no_threads, reports, monkeypatch, value):
         monkeypatch.setenv("JAXGEN_PROGRESS", value)
         with announced("slow"):
-            pass
+            time.sleep(0.05)
+        assert reports.messages == []
 
     def test_interrupt_is_reported_in_one_line(self, soon):
         def interrupted(x):

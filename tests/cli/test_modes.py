@@ -16,15 +16,8 @@ from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
 from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
-from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def talking(copy):
-    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    return copy
 
 
 @pytest.fixture

@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.terminal import Terminal
-from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "\r\n> "
-
-
-@pytest.fixture
-def talking(copy):
-    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    return copy
 
 
 @pytest.fixture

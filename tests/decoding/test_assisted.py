@@ -13,7 +13,7 @@ from convert import load_hf
 from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
 from jaxgen.core.decoding.drafting import first_occurrence
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PROMPTS
+from tests.support.model_of_61_tokens import MODEL, PROMPTS
 from tests.support.models import (
     all_generated,
     counting_config,

@@ -18,7 +18,7 @@ from jaxgen import (
 )
 from jaxgen.core.decoding.sample import draw_distinct
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
+from tests.support.model_of_61_tokens import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 

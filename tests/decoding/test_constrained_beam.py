@@ -19,7 +19,7 @@ from jaxgen import (
 from tests.decoding.test_beam import NEW, PlainSearch, check, rows_of, run
 from tests.decoding.test_constraints import bank_of, follow, proposals_of
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PARAMS, PROMPTS
+from tests.support.model_of_61_tokens import MODEL, PARAMS, PROMPTS
 from tests.support.models import generated, random_params
 from tests.support.tokenizers import byte_level
 

@@ -23,7 +23,7 @@ from jaxgen import (
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.model.causal_lm import hidden
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PARAMS, PROMPTS, TABLE
+from tests.support.model_of_61_tokens import MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import all_generated, generated, left_pad, model_config, padded, random_params
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level

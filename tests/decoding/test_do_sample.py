@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, compute_transition_scores, generate, score
-from tests.support.letters import IDS, MODEL, PARAMS
+from tests.support.byte_model import IDS, MODEL, PARAMS
 
 SAMPLES = np.array([True, False, False, True, False, True])
 CFG = GenerationConfig(

@@ -20,7 +20,7 @@ from jaxgen import (
 )
 from jaxgen.core.decoding.dola import contrasted
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import PROMPTS
+from tests.support.model_of_61_tokens import PROMPTS
 from tests.support.models import all_generated, generated, left_pad, model_config, random_params
 from tests.support.tokenizers import byte_level
 

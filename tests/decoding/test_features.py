@@ -116,7 +116,7 @@ def stopping(mode):
         assert StopReason.STOP_STRING in out.stop_reasons.tolist()
 
 
-def own_stop_strings(mode):
+def check_own_stop_strings(mode):
     """Each prompt in a batch stops where it would stop alone."""
     rows = (0, 1, 1, 0)
     plain = all_generated(generate(mode, rows))
@@ -249,7 +249,7 @@ FEATURES = {
     "processors, your own too": processors,
     "values per prompt": values_per_prompt,
     "stop strings, criteria": stopping,
-    "stop strings per prompt": own_stop_strings,
+    "stop strings per prompt": check_own_stop_strings,
     "token automaton": automaton,
     "prefix function": prefix_function,
     "token healing": healing,
@@ -289,7 +289,7 @@ def test_feature_works_or_is_refused_in_each_mode(feature, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sampling", "greedy search", "beam search", "prompt lookup"])
 def test_stop_strings_per_prompt(mode):
-    own_stop_strings(mode)
+    check_own_stop_strings(mode)
 
 
 def test_modes_page_contains_the_feature_table():

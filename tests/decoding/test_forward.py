@@ -15,7 +15,7 @@ from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
-from tests.support.trunk import begun, prepared
+from tests.support.prepared_calls import begun, prepared
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)

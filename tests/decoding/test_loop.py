@@ -18,7 +18,7 @@ from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG, PARAMS
-from tests.support.trunk import MESH, prepared
+from tests.support.prepared_calls import MESH, prepared
 
 MODEL = CFG.model
 PROMPTS = [[3], [7, 8, 9], [30, 31]]

@@ -14,7 +14,7 @@ from jaxgen.core.logits.history import History
 from jaxgen.core.logits.pipeline import build_transform
 from jaxgen.core.logits.row_options import RowOptions
 from jaxgen.errors import JaxgenWarning
-from tests.scoring.test_text import close, sizes_with
+from tests.scoring.test_text import check_close, sizes_with
 from tests.support.automata import of_matrix
 from tests.support.compilations import compilations
 from tests.support.models import generated, left_pad, model_config, random_params
@@ -72,8 +72,8 @@ def test_score_equals_the_recorded_log_probabilities(name):
     again = scored(PARAMS, out, cfg, top_logprobs=3, chunk=3)
     assert (again.logprobs.shape, again.logprobs.dtype) == (out.sequences.shape, "float32")
     assert not np.any(np.asarray(again.logprobs)[:, : out.prompt_width])
-    close(again.logprobs[:, out.prompt_width :], out.logprobs)
-    close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
+    check_close(again.logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
     own = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, prompt_width=out.prompt_width)
     assert np.abs(np.asarray(own.logprobs)[:, out.prompt_width :] - out.logprobs).max() > 0.1
 
@@ -110,7 +110,7 @@ def test_user_defined_processors_and_an_automaton(eos):
     out = run(cfg, **extensions)
     if eos is None:
         assert [generated(out, row)[0] % 3 for row in range(6)] == [0, 0, 1, 1, 2, 2]
-    close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 # --- Rounding -----------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_gradient_equals_that_of_single_steps():
 
     value, gradient = jax.jit(jax.value_and_grad(replayed))(PARAMS)
     wanted_value, wanted = jax.jit(jax.value_and_grad(formula))(PARAMS)
-    close(value, wanted_value)
-    jax.tree.map(lambda x, y: close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
+    check_close(value, wanted_value)
+    jax.tree.map(lambda x, y: check_close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
     assert np.abs(gradient["model"]["embed_tokens"]["weight"]).max() > 0.1
 
 
@@ -223,7 +223,7 @@ def test_score_under_jit_equals_the_eager_result():
         return score(params, ids, cfg, attention_mask=mask, of="scores", prompt_width=out.prompt_width, top_logprobs=2)
 
     traced = jitted(PARAMS, TUNED, out.sequences, out.attention_mask)
-    jax.tree.map(close, traced, eager)
+    jax.tree.map(check_close, traced, eager)
 
 
 @pytest.mark.slow
@@ -233,11 +233,11 @@ def test_score_does_not_depend_on_bucket_or_batch():
     more = ((0, 0), (40, 50))
     given = {"attention_mask": np.pad(out.attention_mask, more), "prompt_width": out.prompt_width + 40}
     wide = score(PARAMS, np.pad(out.sequences, more), TUNED, of="scores", **given)
-    close(wide.logprobs[:, 40:-50], together.logprobs)
+    check_close(wide.logprobs[:, 40:-50], together.logprobs)
     for row in range(3):
         given = {"attention_mask": out.attention_mask[row : row + 1], "prompt_width": out.prompt_width}
         alone = score(PARAMS, out.sequences[row : row + 1], TUNED, of="scores", **given)
-        close(alone.logprobs[0], together.logprobs[row])
+        check_close(alone.logprobs[0], together.logprobs[row])
 
 
 def test_other_values_and_widths_share_a_program():
@@ -259,8 +259,8 @@ def test_the_prompt_can_be_left_out_for_the_models_own_distribution():
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2)
     behind = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2, prompt_width=4)
     kept = np.arange(7) >= 4
-    close(behind.logprobs, np.where(kept, whole.logprobs, 0))
-    close(behind.top_logprobs, np.where(kept[:, None], whole.top_logprobs, 0))
+    check_close(behind.logprobs, np.where(kept, whole.logprobs, 0))
+    check_close(behind.top_logprobs, np.where(kept[:, None], whole.top_logprobs, 0))
     np.testing.assert_array_equal(behind.top_tokens, np.where(kept[:, None], whole.top_tokens, 0))
 
 
@@ -277,7 +277,7 @@ def test_the_budget_of_the_default_length():
     with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length"):
         out = run(cfg)
     assert out.lengths.tolist() == [13, 18, 19]
-    close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 @pytest.mark.parametrize("top_k", [0, 1])

@@ -14,7 +14,7 @@ from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.generation import extensions_of
 from jaxgen.core.request.driver import prefill_only, run_whole
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
-from tests.support.letters import IDS, MASK, MODEL, PARAMS
+from tests.support.byte_model import IDS, MASK, MODEL, PARAMS
 from tests.support.models import slow
 from tests.support.tokenizers import byte_level
 

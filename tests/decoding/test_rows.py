@@ -17,7 +17,7 @@ from jaxgen.core.decoding.rows import Rows, Selection
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
-from tests.support.trunk import MESH, begun, prepared
+from tests.support.prepared_calls import MESH, begun, prepared
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)

@@ -13,7 +13,7 @@ from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.request import Request
 from jaxgen.core.decoding.run import Run, Sizes, is_expanded
 from tests.support.counting import CFG
-from tests.support.trunk import MESH, prepared
+from tests.support.prepared_calls import MESH, prepared
 
 PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
 

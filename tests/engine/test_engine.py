@@ -30,8 +30,8 @@ from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
 from tests.support import slot_loops
+from tests.support.byte_model import MODEL, PARAMS
 from tests.support.compilations import compilations
-from tests.support.letters import MODEL, PARAMS
 from tests.support.tokenizers import byte_level
 
 TOK = byte_level()

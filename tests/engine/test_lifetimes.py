@@ -17,7 +17,7 @@ from jaxgen.engine import runner
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from tests.engine.test_engine import KEY, SIMPLE, SMALL
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +78,7 @@ import jax, numpy as np
 sys.path.insert(0, {str(ROOT)!r})
 from jaxgen import Engine, EngineClosed, generate_many
 from tests.engine.test_engine import KEY, SIMPLE, SMALL
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 made = Engine(PARAMS, SIMPLE, KEY, **SMALL)
 """
     return subprocess.run(

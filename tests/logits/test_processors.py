@@ -50,7 +50,7 @@ def ban_continuations(scores, ids, length, end):
     return processors.ban_continuations(scores, history_of(ids, length, vocab=VOCAB), end, 2)
 
 
-def same(out, expected):
+def check_scores(out, expected):
     """Check that bans are equal, that other values are equal within rounding, and that nothing is NaN."""
     np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5, equal_nan=False)
 
@@ -100,7 +100,7 @@ def biased(row, tokens, biases):
 def test_sequence_bias(scores, ids, length, biases):
     out = add_biases(scores, ids, length, *shared(biases))
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
-    same(out, expected)
+    check_scores(out, expected)
 
 
 @check()
@@ -109,7 +109,7 @@ def test_sequence_biases_of_each_row(scores, ids, length, biases):
     sequences, bias = (np.stack(tables) for tables in zip(*map(tables, biases), strict=True))
     out = add_biases(scores, ids, length, sequences, bias)
     expected = [biased(s, i[:n].tolist(), b) for s, i, n, b in zip(scores, ids, length, biases, strict=True)]
-    same(out, expected)
+    check_scores(out, expected)
 
 
 @check()
@@ -117,7 +117,7 @@ def test_sequence_biases_of_each_row(scores, ids, length, biases):
 def test_sequence_bias_option_is_applied(scores, ids, length, biases):
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
     expected = np.minimum(expected, np.finfo(np.float32).max)  # an infinite score would make the probabilities NaN
-    same(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
+    check_scores(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
 
 
 def without_words(row, tokens, words, eos):
@@ -243,7 +243,7 @@ def test_repetition_penalties(scores, ids, length, prompt_length, penalty):
             expected["encoder_repetition_penalty"][row, token] = score / by if score < 0 else score * by
     for name, values in expected.items():
         out = process(scores, history, **{name: penalty})
-        same(out, values)
+        check_scores(out, values)
         np.testing.assert_array_equal(out[penalty == 1], scores[penalty == 1])
 
 
@@ -258,7 +258,7 @@ def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, freq
         generated_tokens = ids[row, prompt_length[row] : length[row]].tolist()
         for token in set(generated_tokens):
             expected[row, token] -= generated_tokens.count(token) * frequency[row] + presence[row]
-    same(process(scores, history, frequency_penalty=frequency, presence_penalty=presence), expected)
+    check_scores(process(scores, history, frequency_penalty=frequency, presence_penalty=presence), expected)
     for penalties in ({"frequency_penalty": frequency}, {"presence_penalty": presence}):
         (values,) = penalties.values()
         out = process(scores, history, **penalties)
@@ -275,7 +275,7 @@ def test_diversity_penalty_counts_choices_of_earlier_groups():
     history = dataclasses.replace(history, chosen=jnp.asarray([[3, 5, 3], [0, 0, 0]]))
     expected = scores.copy()
     expected[0, [3, 5]], expected[1, 0] = [-1.0, -0.5], -1.5
-    same(process(scores, history, diversity_penalty=0.5), expected)
+    check_scores(process(scores, history, diversity_penalty=0.5), expected)
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ def test_guidance(cond, uncond, scale):
 @check()
 @given(SCORES)
 def test_log_softmax(scores):
-    same(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
+    check_scores(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
 
 
 def test_fully_banned_row_stays_banned():
@@ -398,7 +398,7 @@ def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
             score = expected[row, token]
             if over > 0 and score != BANNED:
                 expected[row, token] = score + abs(score) * (float(factor[row]) ** over - 1)
-    same(out, expected)
+    check_scores(out, expected)
 
 
 def test_a_decay_beyond_float32_raises_scores_to_the_largest_number():
@@ -424,4 +424,4 @@ def test_rows_are_independent(scores, others, ids, length, tokens, number):
     for operation, arguments in calls.items():
         together = operation(*arguments)
         for row in range(ROWS):
-            same(together[row], operation(*(x[row : row + 1] for x in arguments))[0])
+            check_scores(together[row], operation(*(x[row : row + 1] for x in arguments))[0])

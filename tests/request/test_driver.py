@@ -15,8 +15,8 @@ from jaxgen.core.decoding.recording import Recording
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from tests.support.compilations import compilations
+from tests.support.prepared_calls import prepared
 from tests.support.streamers import Collector, RowCollector
-from tests.support.trunk import prepared
 
 CAPACITY = 10
 

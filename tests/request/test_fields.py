@@ -7,7 +7,7 @@ from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
 from jaxgen.core.request.fields import hint, translated
 from jaxgen.errors import JaxgenWarning
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 
 SIZES = SMALL | {"tokenizer": TOK, "prompt_width": 64, "slots": 4, "prompt_options": ["top_p"]}
 

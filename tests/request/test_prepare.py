@@ -16,7 +16,7 @@ from tests.support import small
 from tests.support.automata import of_matrix
 from tests.support.counting import CFG
 from tests.support.models import counting_config
-from tests.support.trunk import prepared
+from tests.support.prepared_calls import prepared
 
 MODEL = CFG.model
 PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]

@@ -36,7 +36,7 @@ def expected(params, row, model=MODEL):
     return plain(params, row, model)[jnp.arange(len(row)), jnp.asarray(row)]
 
 
-def close(out, wanted, **tolerance):
+def check_close(out, wanted, **tolerance):
     np.testing.assert_allclose(out, wanted, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
 
 
@@ -51,7 +51,7 @@ def test_rows_of_different_lengths(tied, side):
     assert (out.logprobs.shape, out.logprobs.dtype) == (ids.shape, "float32")
     assert out.top_logprobs is None
     for row, tokens in enumerate(ROWS):
-        close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model))
+        check_close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model))
         assert not np.any(np.asarray(out.logprobs)[row][mask[row] == 0])
 
 
@@ -72,7 +72,7 @@ def test_padding_within_a_row_is_ignored():
     mask = np.asarray([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0]])
     ids = np.full(mask.shape, 33)
     ids[mask == 1] = row
-    close(score(PARAMS, ids, CFG, attention_mask=mask).logprobs[mask == 1], expected(PARAMS, row))
+    check_close(score(PARAMS, ids, CFG, attention_mask=mask).logprobs[mask == 1], expected(PARAMS, row))
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_chunks_do_not_change_scores(chunk):
     ids, mask = left_pad(ROWS)
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3)
     parts = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3, chunk=chunk)
-    close(parts.logprobs, whole.logprobs)
-    close(parts.top_logprobs, whole.top_logprobs)
+    check_close(parts.logprobs, whole.logprobs)
+    check_close(parts.top_logprobs, whole.top_logprobs)
     np.testing.assert_array_equal(parts.top_tokens, whole.top_tokens)
 
 
@@ -105,9 +105,9 @@ def test_most_likely_tokens_are_returned(top):
     for row, tokens in enumerate(ROWS):
         wanted = np.asarray(plain(PARAMS, tokens))[1:]
         held = mask[row] == 1
-        close(np.asarray(out.top_logprobs)[row][held][1:], -np.sort(-wanted, axis=-1)[:, :top])
+        check_close(np.asarray(out.top_logprobs)[row][held][1:], -np.sort(-wanted, axis=-1)[:, :top])
         tokens = np.asarray(out.top_tokens)[row][held][1:]
-        close(np.take_along_axis(wanted, tokens, axis=-1), np.asarray(out.top_logprobs)[row][held][1:])
+        check_close(np.take_along_axis(wanted, tokens, axis=-1), np.asarray(out.top_logprobs)[row][held][1:])
         first = np.argmax(held) + 1
         assert not np.any(np.asarray(out.top_logprobs)[row, :first])
         assert not np.any(np.asarray(out.top_tokens)[row, :first])
@@ -123,15 +123,15 @@ def test_score_equals_log_probabilities_of_generate():
         out = generate(PARAMS, ids, None, cfg, attention_mask=given)
         assert len(set(np.asarray(out.lengths).tolist())) > 1
         again = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, top_logprobs=2)
-        close(again.logprobs[:, out.prompt_width :], out.logprobs)
-        close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
+        check_close(again.logprobs[:, out.prompt_width :], out.logprobs)
+        check_close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
         np.testing.assert_array_equal(again.top_tokens[:, out.prompt_width :], out.top_tokens)
         held = np.arange(9) < np.asarray(out.lengths)[:, None]
         transitions = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        close(np.where(held, transitions, 0), out.logprobs)
+        check_close(np.where(held, transitions, 0), out.logprobs)
         hf = out.to_hf()
         steps = len(hf.scores)
-        close(compute_transition_scores(hf.sequences, hf.scores, normalize_logits=True), transitions[:, :steps])
+        check_close(compute_transition_scores(hf.sequences, hf.scores, normalize_logits=True), transitions[:, :steps])
 
 
 def test_under_jit_and_with_a_traced_mask():
@@ -140,8 +140,8 @@ def test_under_jit_and_with_a_traced_mask():
     jitted = jax.jit(lambda params, ids, mask: score(params, ids, CFG, attention_mask=mask, top_logprobs=2))
     for outside in (33, -1, 10**6):  # ids at the padding
         out = jitted(PARAMS, np.where(mask == 1, ids, outside), mask)
-        close(out.logprobs, eager.logprobs)
-        close(out.top_logprobs, eager.top_logprobs)
+        check_close(out.logprobs, eager.logprobs)
+        check_close(out.top_logprobs, eager.top_logprobs)
     wrong = jitted(PARAMS, np.where(ids == 61, 97, ids), mask).logprobs
     assert np.isnan(wrong[3, 4:]).all()
     assert not np.isnan(wrong[:3]).any()
@@ -155,7 +155,7 @@ def test_bfloat16_scores_are_close():
     out = score(params, ids, CFG.replace(model=model), attention_mask=mask)
     assert out.logprobs.dtype == "float32"
     for row, tokens in enumerate(ROWS):
-        close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model), atol=0.1, rtol=0.02)
+        check_close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model), atol=0.1, rtol=0.02)
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ def test_gradient_matches_the_plain_formula(tied):
 
     value, gradient = jax.jit(jax.value_and_grad(chunked))(params)
     wanted_value, wanted = jax.jit(jax.value_and_grad(formula))(params)
-    close(value, wanted_value)
-    jax.tree.map(lambda x, y: close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
+    check_close(value, wanted_value)
+    jax.tree.map(lambda x, y: check_close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
     assert np.abs(gradient["model"]["embed_tokens"]["weight"]).max() > 0.1
 
 
@@ -290,8 +290,8 @@ def test_transition_scores_match_the_reference(normalize, seed):
         for form in (used, tuple(used), list(map(jnp.asarray, used))):
             out = compute_transition_scores(sequences, form, given, normalize)
             assert out.dtype == "float32"
-            close(out, wanted)
-            close(jitted(sequences, form, given, normalize), wanted)
+            check_close(out, wanted)
+            check_close(jitted(sequences, form, given, normalize), wanted)
 
 
 def test_transition_scores_of_a_beam_sum_to_its_score():
@@ -304,7 +304,7 @@ def test_transition_scores_of_a_beam_sum_to_its_score():
         for step in range(lengths[row]):
             wanted[row] += scores[step, beams[row, step], sequences[row, 3 + step]]
     out = compute_transition_scores(sequences, scores, beams)
-    close(np.sum(out, axis=1) / lengths**penalty, wanted / lengths**penalty)
+    check_close(np.sum(out, axis=1) / lengths**penalty, wanted / lengths**penalty)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +333,9 @@ def test_choices_are_scored_after_the_question():
         whole = tok.encode("say: hell" + choice)
         answer = len(whole) - len(tok.encode("say: hell"))
         total = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, -answer:].sum()
-        close(found.logprobs[number], total)
-        close(found.per_token[number], total / answer)
-        close(found.per_byte[number], total / len(choice.encode()))
+        check_close(found.logprobs[number], total)
+        check_close(found.per_token[number], total / answer)
+        check_close(found.per_byte[number], total / len(choice.encode()))
 
 
 def test_token_spanning_question_and_answer_counts_as_answer():
@@ -346,7 +346,7 @@ def test_token_spanning_question_and_answer_counts_as_answer():
     shared = len([1 for a, b in zip(tok.encode("hel"), whole, strict=False) if a == b])
     found = score_choices(params, "hel", ["lo"], GenerationConfig(model=model), tok)
     expected_sum = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, max(shared, 1) :].sum()
-    close(found.logprobs[0], expected_sum)
+    check_close(found.logprobs[0], expected_sum)
 
 
 @pytest.mark.parametrize(

@@ -629,8 +629,7 @@ class TestChatPrefix:
     @settings(max_examples=10, deadline=None)
     @given(st.lists(st.text(max_size=8), min_size=20, max_size=20))
     def test_prefix_begins_any_conversation(self, qwen, texts):
-        prefix = qwen.chat_prefix(BEGINNINGS[0])
-        qwen.chat(conversations(BEGINNINGS[0], texts), after=prefix)
+        self.check(qwen, BEGINNINGS[0], texts)
 
     def check(self, tok, beginning, texts) -> list[int]:
         prefix = tok.chat_prefix(beginning)

@@ -53,7 +53,7 @@ def loss(params, data: TrainBatch) -> float:
     return float(gradient_of(params, filled(data))[0][0])
 
 
-def close(left, right, tolerance=1e-5):
+def check_close(left, right, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-6, float(jnp.abs(b).max())))
 
@@ -70,7 +70,7 @@ def test_packed_row_equals_its_texts_alone():
     assert rows().ids.shape[0] < len(EXAMPLES)
     assert int(count) == int(alone_count) == sum(len(example.ids) - 1 for example in EXAMPLES)
     np.testing.assert_allclose(total, alone, rtol=1e-6)
-    close(packed, separate)
+    check_close(packed, separate)
 
 
 def test_padding_does_not_affect_the_loss():
@@ -87,8 +87,8 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     data.labels[0, 4:] = -100  # the micro-batches differ in their number of labels
     whole, wanted = step_of(CFG)(TrainState.create(PARAMS, CFG), data)
     state, metrics = step_of(dataclasses.replace(CFG, accumulate=parts))(TrainState.create(PARAMS, CFG), data)
-    close(metrics, wanted)
-    close(state.optimizer, whole.optimizer)
+    check_close(metrics, wanted)
+    check_close(state.optimizer, whole.optimizer)
 
 
 def test_indivisible_rows_are_refused():
@@ -99,7 +99,7 @@ def test_indivisible_rows_are_refused():
 def test_rematerialized_layers_have_the_same_gradient_and_store_less():
     data = filled(rows())
     kept, remade = (gradient_of.lower(PARAMS, data, remat).compile() for remat in (False, True))
-    close(remade(PARAMS, data)[1], kept(PARAMS, data)[1])
+    check_close(remade(PARAMS, data)[1], kept(PARAMS, data)[1])
     assert remade.as_text().count(" dot(") > kept.as_text().count(" dot(")
 
 
@@ -139,7 +139,7 @@ def test_only_matrices_decay():
     empty.labels[:] = -100
     state, metrics = step_of(CFG)(TrainState.create(PARAMS, CFG), empty)
     assert float(metrics.gradient_norm) == 0.0
-    close(state.params["model"]["norm"], PARAMS["model"]["norm"], 0)
+    check_close(state.params["model"]["norm"], PARAMS["model"]["norm"], 0)
     table = PARAMS["model"]["embed_tokens"]["weight"]
     np.testing.assert_allclose(state.params["model"]["embed_tokens"]["weight"], table * 0.95, rtol=1e-5)
 
@@ -194,7 +194,7 @@ def test_low_rank_updates():
     updates = lora.init(PARAMS, 2, jax.random.key(0), ("q_proj", "down_proj"))
     flat = jax.tree_util.tree_flatten_with_path(updates)[0]
     assert len(flat) == 2 * 2 * MODEL.num_hidden_layers
-    close(lora.merge(PARAMS, updates, 2.0), PARAMS, 0)
+    check_close(lora.merge(PARAMS, updates, 2.0), PARAMS, 0)
 
     cfg = TrainConfig(steps=5, learning_rate=1e-2, lora_scale=2.0)
     trained = train(updates, shuffled(rows(), 4, 0), model=MODEL, cfg=cfg, frozen=PARAMS)

@@ -18,7 +18,7 @@ from jaxgen import (
     generate,
     prefill,
 )
-from tests.support.letters import MODEL, PARAMS
+from tests.support.byte_model import MODEL, PARAMS
 from tests.support.models import model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
