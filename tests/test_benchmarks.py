@@ -86,7 +86,7 @@ def test_figures_follow_from_the_times(model, tmp_path):
     assert found[differs]["equal_leading_tokens"] == [3]
 
 
-def test_a_case_costs_as_much_as_its_baseline(model, tmp_path):
+def test_cost_is_relative_to_the_baseline(model, tmp_path):
     result = run("modes", model, tmp_path, "--programs", "timed", "--rounds", "2")
     labels = {case["label"]: case["programs"]["timed:fast:bfloat16"] for case in result["cases"]}
     assert labels["contrastive search, top-k 4"]["figures"]["cost"]["median"] == pytest.approx(1.0)
@@ -100,7 +100,7 @@ def test_new_processes_are_measured(model, tmp_path):
 
 
 @pytest.mark.parametrize("variant", FAULTS)
-def test_figures_that_mean_nothing_are_refused(variant, model, tmp_path):
+def test_meaningless_figures_are_refused(variant, model, tmp_path):
     with pytest.raises(SystemExit, match=FAULTS[variant]):
         run("decode", model, tmp_path, "--programs", f"timed:{variant}", "--rounds", "1")
 
@@ -129,7 +129,7 @@ def test_a_program_that_fails_in_a_case_is_measured_in_the_others(model, tmp_pat
         (["--only", "nothing"], "--only nothing"),
     ],
 )
-def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
+def test_bad_requests_are_refused(words, message, model, tmp_path, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         run("decode", model, tmp_path, *words)
     assert message in f"{error.value}{capsys.readouterr().err}"
@@ -150,21 +150,21 @@ def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
         (["accelerator", "1", "--results", __file__], "File exists"),
     ],
 )
-def test_faulty_words_are_one_line(words, message):
+def test_bad_arguments_are_reported_in_one_line(words, message):
     done = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert message in done.stderr
 
 
-def test_transformers_in_this_environment_needs_no_other(monkeypatch):
+def test_installed_transformers_is_used(monkeypatch):
     monkeypatch.setattr(program, "find_spec", lambda name: name == "transformers")
     assert program.Program(program.spec("transformers"), None, None, None).command[0] == sys.executable
     with pytest.raises(SystemExit, match="llama_cpp is not installed here"):
         program.Program(program.spec("llama.cpp"), None, None, None)
 
 
-def test_programs_have_names_that_people_say():
+def test_programs_have_readable_names():
     names = ["jaxgen", "jaxgen:int8", "jaxgen:float32", "transformers", "transformers:compile", "llama.cpp:q8_0"]
     spoken = ["jaxgen", "jaxgen, 8-bit", "jaxgen float32", "transformers", "transformers, torch.compile"]
     assert [program.spec(name).spoken for name in names] == [*spoken, "llama.cpp q8_0"]
@@ -175,7 +175,7 @@ def texts(picture: Path) -> set[str]:
     return set(re.findall("<!-- (.*?) -->", picture.read_text("utf-8")))
 
 
-def test_a_program_looks_the_same_in_all_plots():
+def test_program_has_the_same_style_in_all_plots():
     pytest.importorskip("matplotlib")
     names = [
         ":".join((kind, variant, dtype))
@@ -201,7 +201,7 @@ def test_plots_have_plain_numbers(model, tmp_path):
     assert not any("mathdefault" in text or ":fast" in text for text in set().union(*drawn.values()))
 
 
-def test_results_of_another_form_are_not_drawn(tmp_path):
+def test_results_in_another_format_are_not_drawn(tmp_path):
     (tmp_path / "old.json").write_text('{"settings": {}}', encoding="utf-8")
     assert plots.draw(tmp_path / "old.json") == []
 
@@ -317,7 +317,7 @@ def test_every_processor_is_measured():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workaround", workarounds.WORKAROUNDS, ids=lambda one: f"{one.name}, {one.case}")
-def test_every_workaround_is_really_left_out(workaround, wide_model):
+def test_every_workaround_can_be_left_out(workaround, wide_model):
     params, cfg = load_hf(wide_model, dtype=workaround.dtype, quantize=workaround.quantize)
     cfg = cfg.replace(do_sample=False, max_new_tokens=4, **dict(workaround.options))
     prepared = workarounds._prepare(params, cfg, np.ones((workaround.rows, 8), np.int32))

@@ -10,13 +10,13 @@ from tests.support.models import counting_config, counting_params
 
 
 @pytest.mark.parametrize(("slots", "rounded"), [(160, 160), (1024, 1024), (1025, 1152), (1568, 1664), (3200, 3200)])
-def test_a_cache_of_more_than_1024_slots_has_a_multiple_of_128(slots, rounded):
+def test_slots_beyond_1024_are_a_multiple_of_128(slots, rounded):
     assert cache_slots(slots) == rounded
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
-def test_calls_with_so_many_slots_count_on(traced):
+def test_calls_with_many_slots_are_correct(traced):
     """With `slots`, the caches of new prompts are inserted into a cache that was allocated before."""
     cfg = counting_config(max_new_tokens=1025, eos_token_id=20)
     cfg = cfg.replace(model=dataclasses.replace(cfg.model, max_position_embeddings=2048))

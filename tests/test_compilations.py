@@ -24,7 +24,7 @@ def test_the_counter_counts():
 
 @pytest.mark.parametrize(("longest", "programs"), [(128, 3), (300, 6)])
 @pytest.mark.slow
-def test_fifty_requests_are_served_by_few_programs(longest, programs):
+def test_fifty_requests_share_few_programs(longest, programs):
     rng = np.random.default_rng(0)
     keys = [jax.random.key(seed) for seed in range(50)]
     with compilations() as count:
@@ -158,7 +158,7 @@ def test_after_a_warmup_nothing_is_compiled(options, key, streaming):
         ({"prompts": True}, "prompts must be whole numbers of at least 1, got True"),
     ],
 )
-def test_sizes_of_a_warmup(arguments, message):
+def test_warmup_sizes(arguments, message):
     with pytest.raises(InputError, match=message):
         warmup(PARAMS, GenerationConfig(model=MODEL), **{"widths": [3], "lengths": [4], **arguments})
 

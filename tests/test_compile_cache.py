@@ -63,7 +63,7 @@ def test_stored_programs_are_loaded_and_count_as_used(enable, stored):
 
 @pytest.mark.parametrize("compressor", [zstandard, None], ids=["zstd", "zlib"])
 @pytest.mark.parametrize("at", [0.0, 0.01, 0.1, 0.3, 0.6, 0.999])
-def test_flipped_bits_are_found(enable, monkeypatch, compressor, at):
+def test_flipped_bits_are_detected(enable, monkeypatch, compressor, at):
     monkeypatch.setattr(compilation_cache, "zstandard", compressor)
     run()
     directory = enable()
@@ -81,14 +81,14 @@ def test_flipped_bits_are_found(enable, monkeypatch, compressor, at):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 31, bytes(64), b"no program" * 20])
-def test_other_damage_is_found(enable, stored, content):
+def test_other_damage_is_detected(enable, stored, content):
     stored.write_bytes(content)
     enable()
     with pytest.warns(JaxgenWarning, match="is damaged"):
         assert run().shape == (3,)
 
 
-def test_a_file_that_cannot_be_read_or_written(enable, stored):
+def test_unreadable_or_unwritable_file_draws_a_warning(enable, stored):
     stored.unlink()
     stored.mkdir()
     enable()
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read_or_written(enable, stored):
     assert [path.name for path in stored.parent.iterdir()] == [stored.name]  # no temporary file is left
 
 
-def test_the_least_recently_used_are_removed(tmp_path, monkeypatch):
+def test_least_recently_used_programs_are_removed(tmp_path, monkeypatch):
     own, other = tmp_path / "own", tmp_path / "other machine"
     monkeypatch.setattr(compile_cache, "_LIMIT", 250)
     for folder in (own, other):
@@ -114,7 +114,7 @@ def test_the_least_recently_used_are_removed(tmp_path, monkeypatch):
     assert store.get("new") == b"x" * (50 - compile_cache._SIZE)
 
 
-def test_files_that_are_not_programs_stay(enable, tmp_path, monkeypatch):
+def test_other_files_are_not_removed(enable, tmp_path, monkeypatch):
     names = ["weights.safetensors", "model/a.program", "jaxgen-programs/model/weights.safetensors"]
     for name in names:
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def test_files_that_are_not_programs_stay(enable, tmp_path, monkeypatch):
 
 
 class TestDirectory:
-    def test_it_is_for_the_user_only(self, enable, tmp_path):
+    def test_directory_is_private(self, enable, tmp_path):
         mask = os.umask(0)
         try:
             directory = enable(tmp_path / "a" / "b")
@@ -139,7 +139,7 @@ class TestDirectory:
 
     @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
     @pytest.mark.parametrize("which", ["root", "own"])
-    def test_others_can_write(self, enable, mode, which):
+    def test_directory_writable_by_others_is_not_used(self, enable, mode, which):
         own = enable()
         (own if which == "own" else own.parent).chmod(mode)
         with pytest.warns(JaxgenWarning, match=r"programs are not stored: other users can write to .*jaxgen-programs"):
@@ -147,7 +147,7 @@ class TestDirectory:
         assert jax.config.jax_compilation_cache_dir is None
 
     @pytest.mark.parametrize(("mode", "accepted"), [(0o775, True), (0o1777, True), (0o777, False)])
-    def test_parents(self, enable, tmp_path, mode, accepted):
+    def test_permissions_of_parents_are_checked(self, enable, tmp_path, mode, accepted):
         (tmp_path / "home").mkdir()
         (tmp_path / "home").chmod(mode)
         if accepted:
@@ -156,35 +156,35 @@ class TestDirectory:
             with pytest.warns(JaxgenWarning, match="other users can write to .*home$"):
                 assert enable(tmp_path / "home" / "root") is None
 
-    def test_another_owner(self, enable, monkeypatch):
+    def test_directory_of_another_user_is_not_used(self, enable, monkeypatch):
         own = enable()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
         monkeypatch.setattr(Path, "stat", _stat_of_owner(own.parent, os.getuid() + 7))
         with pytest.warns(JaxgenWarning, match="jaxgen-programs belongs to another user"):
             assert enable() is None
 
-    def test_no_home(self, enable, monkeypatch):
+    def test_missing_home_draws_a_warning(self, enable, monkeypatch):
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(Path, "home", _no_home)
         with pytest.warns(JaxgenWarning, match="programs are not stored: no home"):
             assert enable(None) is None
 
-    def test_a_file_is_in_the_way(self, enable, tmp_path):
+    def test_file_in_place_of_the_directory_draws_a_warning(self, enable, tmp_path):
         (tmp_path / "root").write_text("")
         with pytest.warns(JaxgenWarning, match="programs are not stored: .*root"):
             assert enable() is None
 
-    def test_the_default(self, enable, monkeypatch, tmp_path):
+    def test_default_directory(self, enable, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert enable(None).parent == tmp_path / "jaxgen" / "programs"
 
-    def test_a_directory_that_jax_has(self, enable, tmp_path):
+    def test_another_directory_is_refused_once_jax_has_one(self, enable, tmp_path):
         own = enable()
         assert enable_cache() == enable_cache(tmp_path / "root") == str(own)
         with pytest.raises(InputError, match=r"jax already stores compiled programs in .*: leave directory out"):
             enable_cache(tmp_path / "other")
 
-    def test_a_setting_that_is_no_directory(self, enable, tmp_path):
+    def test_remote_directory_of_jax_is_kept(self, enable, tmp_path):
         enable()
         jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
         assert enable_cache() == "gs://bucket/programs"
@@ -197,14 +197,14 @@ class TestDirectory:
         (tmp_path / "open" / "link").symlink_to(tmp_path, target_is_directory=True)
         assert enable(tmp_path / "open" / "link").parent == tmp_path.resolve() / "jaxgen-programs"
 
-    def test_a_cache_that_is_turned_off(self, enable):
+    def test_cache_disabled_in_jax_stays_off(self, enable):
         jax.config.update("jax_enable_compilation_cache", False)
         try:
             assert enable() is None
         finally:
             jax.config.update("jax_enable_compilation_cache", True)
 
-    def test_another_jax(self, enable, monkeypatch):
+    def test_unknown_version_of_jax_draws_a_warning(self, enable, monkeypatch):
         monkeypatch.delattr(compilation_cache, "_cache")
         monkeypatch.setattr(compilation_cache, "reset_cache", lambda: None)
         with pytest.warns(JaxgenWarning, match="stores them in a way that this version of jaxgen does not know"):

@@ -73,7 +73,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_dockerfile():
+def test_dockerfile_passes_hadolint():
     linter = Path(sys.executable).with_name("hadolint")
     if not linter.exists():
         pytest.skip("hadolint is not installed: install the extra deploy")

@@ -59,7 +59,7 @@ def outputs():
 
 
 @pytest.mark.parametrize(("name", "form"), MODES_AND_FORMS)
-def test_every_mode_generates_the_cpus_tokens(outputs, name, form):
+def test_every_mode_generates_the_same_tokens_as_the_cpu(outputs, name, form):
     here, there = outputs[name, form].result()
     assert here.sequences.tolist() == there.sequences.tolist()
     assert here.stop_reasons.tolist() == there.stop_reasons.tolist()
@@ -73,7 +73,7 @@ def texts():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
-def test_logits_are_the_cpus(dtype, tolerance):
+def test_logits_match_the_cpu(dtype, tolerance):
     params, cfg = load_hf(demo.PATH, dtype=dtype)
     batch = texts()
 
@@ -97,7 +97,7 @@ def test_a_trained_model_generates_and_scores_as_on_the_cpu():
     np.testing.assert_allclose(here[1], there[1], atol=1e-3)
 
 
-def test_8_bit_weights_give_the_cpus_logits():
+def test_logits_of_8_bit_weights_match_the_cpu():
     params, cfg = load_hf(demo.PATH, dtype="float32", quantize="int8")
     ids = texts().ids
     here, there = both(lambda params: CausalLM(cfg.model).apply({"params": params}, ids).logits, params)
@@ -122,7 +122,7 @@ def test_a_step_copies_no_cache():
 
 
 @gpu
-def test_a_step_copies_one_thing_to_the_host():
+def test_step_copies_one_array_to_the_host():
     """A step copies only the loop's condition to the host."""
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
@@ -164,7 +164,7 @@ print(peak, bytes_taken(run_whole.trace(call.run, call.request, mode=call.mode).
 
 @pytest.mark.skipif(DEVICE.platform == "tpu", reason="only one process can have a TPU")
 @pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not report its memory")
-def test_a_call_takes_the_memory_that_its_program_reports(tmp_path):
+def test_call_uses_the_memory_that_its_program_reports(tmp_path):
     # An allocator that does not reserve memory in advance gives an array up to 128 MB more than it needs. The first
     # process compiles, and for that, measures kernels on arrays of their own; the second finds what was compiled.
     settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}

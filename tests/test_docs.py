@@ -137,7 +137,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=named)
-def test_links_lead_somewhere(page):
+def test_links_are_not_broken(page):
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -160,7 +160,7 @@ def test_readme_is_short_and_links_every_chapter():
 
 
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=named)
-def test_modules_and_files_that_are_named_exist(page):
+def test_named_modules_and_files_exist(page):
     text = page.read_text("utf-8")
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module), module

@@ -99,13 +99,13 @@ def test_a_symbolic_batch_serves_any_number_of_prompts(sampled):
 
 
 @pytest.mark.slow
-def test_a_symbolic_batch_may_be_one_prompt(sampled):
+def test_symbolic_batch_accepts_one_prompt(sampled):
     given = {"ids": IDS[:1], "attention_mask": MASK[:1]}
     expected = tokens(SAMPLED, ids=IDS[:1], mask=MASK[:1])
     np.testing.assert_array_equal(call(sampled, key=SEED, **given)["sequences"], expected)
 
 
-def test_inputs_change_without_another_export(greedy):
+def test_inputs_may_change_without_another_export(greedy):
     shorter = call(greedy, max_new_tokens=np.int32(2))
     assert shorter["lengths"].tolist() == [2, 2]
     assert shorter["stop_reasons"].tolist() == [StopReason.LENGTH] * 2
@@ -237,7 +237,7 @@ def unknown_kernel(history, scores):
         (ConfigError, "unknown", {}, {"logits_processor": [unknown_kernel], "platforms": ["cpu"]}),
     ],
 )
-def test_what_a_program_cannot_have_is_refused_by_name(error, text, options, arguments):
+def test_unsupported_options_are_refused_by_name(error, text, options, arguments):
     with pytest.raises(error, match=text):
         export_generate(SHAPES, GREEDY.replace(**options), **{"batch": 2, "prompt_width": 6, **arguments})
 
@@ -253,14 +253,14 @@ def test_parameters_that_cannot_be_arguments_are_refused():
         export_generate(SHAPES | {"model": {**SHAPES["model"], "norm": {}}}, GREEDY, **sizes)
 
 
-def test_without_flatbuffers(monkeypatch):
+def test_missing_flatbuffers_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install -e "\.\[export\]"'):
         export_generate(SHAPES, GREEDY, batch=2, prompt_width=6)
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
+def test_command_exports_a_program(tmp_path, capsys):
     file, weights = tmp_path / "demo.zip", tmp_path / "demo.safetensors"
     options = "--batch-size any --prompt-width 8 --max-new-tokens 4 --no-do-sample --platforms cpu --dtype float32"
     assert main([str(demo.PATH), str(file), "--weights", str(weights), *options.split(), "--describe"]) == 0
@@ -283,6 +283,6 @@ def test_the_command(tmp_path, capsys):
         ([str(demo.PATH), "OUT", "--max-length", "20"], "max_new_tokens is not set"),
     ],
 )
-def test_errors_of_the_command(words, text, capsys):
+def test_command_reports_errors_in_one_line(words, text, capsys):
     assert main(words) == 2
     assert text.replace("max_new_tokens", "--max-new-tokens") in capsys.readouterr().err

@@ -22,7 +22,7 @@ def grpo():
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_rewards_rise_with_no_new_program(grpo, rank, tmp_path):
+def test_rewards_rise_without_new_programs(grpo, rank, tmp_path):
     weights, state, step = grpo.trainer(rank)
     weights, state, _ = grpo.train(weights, state, step, 1)
     with compilations() as count:
@@ -33,6 +33,6 @@ def test_rewards_rise_with_no_new_program(grpo, rank, tmp_path):
     assert (tmp_path / "rewards.svg").read_text().startswith("<svg")
 
 
-def test_one_program_does_the_same(grpo):
+def test_single_program_gives_the_same_result(grpo):
     curves = [grpo.train(*grpo.trainer(one_program=whole), 3)[2] for whole in (False, True)]
     np.testing.assert_allclose(curves[0], curves[1], atol=1e-3)

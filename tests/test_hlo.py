@@ -219,7 +219,7 @@ def test_quantized_weights_are_not_stored_in_a_different_form(copies):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 3])
-def test_a_cache_of_8_bits_is_written_in_place(copies):
+def test_8_bit_cache_is_written_in_place(copies):
     compiled, _ = compile_loop(copies, "bfloat16", do_sample=True, cache_dtype="int8")
     computations, slots = parse(compiled.as_text()), own_slots(copies)
     caches = {ROWS * 2 * PROMPT * 32, ROWS * copies * 2 * slots * 32}
@@ -228,7 +228,7 @@ def test_a_cache_of_8_bits_is_written_in_place(copies):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.slow
-def test_memory_besides_the_weights_is_the_cache_and_little_more(dtype):
+def test_memory_besides_weights_is_little_more_than_the_cache(dtype):
     compiled, params = compile_loop(1, dtype, do_sample=False)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     cache = 2 * 2 * ROWS * 2 * (PROMPT + NEW) * 32 * jnp.dtype(dtype).itemsize
@@ -240,7 +240,7 @@ def test_memory_besides_the_weights_is_the_cache_and_little_more(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
-def test_scores_of_all_pairs_of_a_long_prompt_are_never_made(dtype):
+def test_scores_of_all_pairs_are_never_computed_for_a_long_prompt(dtype):
     compiled, _ = compile_loop(3, dtype, do_sample=True)
     shapes = re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
     largest = max(math.prod(int(d) for d in dims.split(",")) for dims in shapes if f"{PROMPT}" in dims.split(","))

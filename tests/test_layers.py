@@ -63,12 +63,12 @@ IMPORTS = {module: imports(module) for module in MODULES}
 
 
 @pytest.mark.parametrize("module", IMPORTS)
-def test_imports_go_down(module):
+def test_imports_point_downward(module):
     for other in IMPORTS[module]:
         assert FLOOR[room_of(other)] <= FLOOR[room_of(module)], f"{module} imports {other}"
 
 
-def test_no_circles():
+def test_imports_are_acyclic():
     """There are no circular imports between modules or between rooms, even counting imports inside functions."""
     rooms = {room_of(module): set() for module in MODULES}
     for module, others in IMPORTS.items():
@@ -97,7 +97,7 @@ def test_the_shell_takes_few_names_from_the_core():
     assert len(found) <= MOST_NAMES, "\n".join(f"{name}: {', '.join(sorted(found[name]))}" for name in sorted(found))
 
 
-def test_8_bits_are_one_kind_of_several():
+def test_int8_is_not_hard_coded():
     """All other code uses only the interfaces of weights and caches, and needs no change for a new kind."""
     allowed = {
         "jaxgen/core/model/int8.py",  # the kind of weight
@@ -110,11 +110,11 @@ def test_8_bits_are_one_kind_of_several():
     assert {str(path.relative_to(ROOT)) for path in found} == allowed
 
 
-def test_guidance_is_known_to_three_files():
+def test_only_three_files_depend_on_guidance():
     """All other code counts the rows of one stream. The cache converts their numbers: see `KVCache.streams`."""
     users = {module for module, others in IMPORTS.items() if "jaxgen.core.decoding.guidance" in others}
     assert users == {f"jaxgen.core.decoding.{name}" for name in ("forward", "dola", "loop")}
 
 
-def test_every_room_has_a_floor():
+def test_every_package_has_a_level():
     assert {room_of(module) for module in MODULES} == set(FLOOR)

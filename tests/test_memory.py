@@ -48,7 +48,7 @@ def test_free_memory_of_the_host(machine):
 
 
 @pytest.mark.parametrize("group", [".", "a", "a/b"])
-def test_a_control_group_limits(machine, group):
+def test_control_group_limits_free_memory(machine, group):
     limit(machine / "cgroup" / group, "1000000", 300_000)
     assert free_bytes(CPU) == 700_000
     limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # the kernel can reclaim these pages
@@ -59,7 +59,7 @@ def test_a_control_group_limits(machine, group):
     assert free_bytes(CPU) == 4_000_000 * 1024
 
 
-def test_nothing_is_known_without_proc(tmp_path, monkeypatch):
+def test_free_memory_is_unknown_without_proc(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_PROC", tmp_path / "absent")
     assert free_bytes(CPU) is None
 
@@ -72,7 +72,7 @@ def test_free_memory_of_this_machine():
 
 
 @pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
-def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
+def test_cpu_devices_share_one_memory(platform, most, monkeypatch):
     """`most` bytes are free for each of this process's two devices. The third device belongs to another process."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
     devices = [
@@ -83,6 +83,6 @@ def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
         check_free("it needs {}", most + 1, devices, "less")
 
 
-def test_sizes():
+def test_size_text():
     assert size_text(31_250_000_000) == "31.2 GB"
     assert size_text(31_250_000) == "31.2 MB"

@@ -58,7 +58,7 @@ def on_mesh(shape, params=PARAMS, model=MODEL):
     return shard_params(params, model, mesh_of_shape(shape))
 
 
-def test_either_config_describes_the_model():
+def test_model_or_generation_config_describes_the_model():
     mesh = mesh_of_shape((4, 2))
     of_model, of_both = (shard_params(PARAMS, cfg, mesh) for cfg in (MODEL, CFG))
     assert jax.tree.map(lambda x: x.sharding, of_model) == jax.tree.map(lambda x: x.sharding, of_both)
@@ -76,7 +76,7 @@ def on_meshes():
 
 
 @pytest.mark.parametrize(("shape", "name"), list(on_meshes()))
-def test_same_tokens(shape, name):
+def test_mesh_generates_the_same_tokens(shape, name):
     cfg = CFG.replace(**MODES[name])
     key = jax.random.key(5) if cfg.do_sample else None
     alone, divided = (generate(params, IDS, key, cfg, attention_mask=MASK) for params in (PARAMS, on_mesh(shape)))
@@ -129,7 +129,7 @@ def test_rows_of_padding_are_not_part_of_a_cache():
 
 
 @pytest.mark.slow
-def test_a_cache_from_elsewhere():
+def test_cache_from_another_mesh_is_continued():
     """A cache does not have to be on the parameters' mesh."""
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :2]
     alone, divided = (generate(params, IDS, None, cfg).cache for params in (PARAMS, on_mesh((4, 2))))
@@ -310,7 +310,7 @@ def test_an_engine_on_the_mesh(shape):
     assert alone == found
 
 
-def test_the_driver_says_whether_weights_are_divided():
+def test_context_says_whether_weights_are_divided():
     inputs = CallInputs(IDS, attention_mask=np.ones_like(IDS))
     for params, eager, divided in ((PARAMS, True, False), (on_mesh((4, 2)), True, True), (PARAMS, False, None)):
         run = prepare(params, CFG, inputs, Extensions(), eager=eager).run
@@ -360,7 +360,7 @@ def test_communication_of_a_step(shape, name):
     check_communication(mesh_of_shape(shape), name)
 
 
-def test_each_device_has_its_part():
+def test_each_device_has_its_part_of_the_weights():
     params = on_mesh((2, 4))
     layer = params["model"]["layers"]["0"]
     parts = {
@@ -379,7 +379,7 @@ def test_each_device_has_its_part():
     }
 
 
-def test_more_devices_than_heads_have_the_same_ones():
+def test_heads_are_replicated_over_extra_devices():
     weight = on_mesh((1, 8))["model"]["layers"]["0"]["self_attn"]["k_proj"]["weight"]
     shards = [np.asarray(shard.data) for shard in weight.addressable_shards]
     assert shards[0].shape == (8, 64)
@@ -394,7 +394,7 @@ def test_more_devices_than_heads_have_the_same_ones():
         ((1, 3), ("data", "model"), r"axis 'model' has size 3, .*vocab_size=96\): it must be one of \[1, 2, 4, 8\]"),
     ],
 )
-def test_refused(shape, axes, message):
+def test_bad_meshes_are_refused(shape, axes, message):
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
     with pytest.raises(InputError, match=message):
         shard_params(PARAMS, MODEL, mesh)
@@ -404,7 +404,7 @@ def test_refused(shape, axes, message):
 @pytest.mark.parametrize(
     ("shape", "axes"), [((1, 1), ("data", "model")), ((8,), ("model",)), ((8,), ("data",)), ((4, 2), ("model", "data"))]
 )
-def test_other_meshes(shape, axes):
+def test_meshes_of_other_shapes(shape, axes):
     """Meshes with one device, one axis, axes in a different order, or axes of type Explicit."""
     types = (AxisType.Explicit,) * len(axes)
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes, axis_types=types)
@@ -412,14 +412,14 @@ def test_other_meshes(shape, axes):
     assert found.sequences.tolist() == expected.sequences.tolist()
 
 
-def test_a_mesh_that_the_caller_has_set():
+def test_explicit_mesh_of_the_caller_is_refused():
     params = on_mesh((4, 2))
     mesh = mesh_of_shape((4, 2), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
         generate(params, IDS, None, CFG)
 
 
-def test_not_a_mesh():
+def test_wrong_type_of_mesh_is_refused():
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got tuple"):
         shard_params(PARAMS, MODEL, (2, 4))
 

@@ -61,7 +61,7 @@ def lowered(mode: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "guided", *slow("sample")])
-def test_only_the_cpu_gets_its_forms(mode):
+def test_cpu_forms_are_used_only_on_cpus(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
     # With guidance, a prompt has two streams, so its products have two rows. Otherwise a row of zeros is added.

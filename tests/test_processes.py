@@ -20,7 +20,7 @@ from jaxgen import GenerationConfig, generate, generate_many, score
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.models import model_config, random_params
-from tests.support.one_of_two import OPTIONS, PROMPTS, grammar
+from tests.support.two_processes import OPTIONS, PROMPTS, grammar
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
@@ -44,10 +44,10 @@ def environment(programs):
 
 @pytest.fixture
 def both(port, environment):
-    """Return a function that runs a task of `one_of_two` in two processes, and returns what each printed."""
+    """Return a function that runs a task of `two_processes` in two processes, and returns what each printed."""
 
     def both(task: str, shape: tuple[int, int], *paths: Path) -> list[dict]:
-        words = [sys.executable, "-m", "tests.support.one_of_two", task]
+        words = [sys.executable, "-m", "tests.support.two_processes", task]
         processes = [
             subprocess.Popen(
                 [*words, *map(str, (number, port, *shape, *paths))],
@@ -72,7 +72,7 @@ def test_a_process_that_cannot_write_stops_all(tmp_path, both):
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
-def test_two_processes(tmp_path, both, shape):
+def test_two_processes_generate_and_save(tmp_path, both, shape):
     params = random_params(MODEL, scale=0.2)
     save_hf(params, CFG, tmp_path / "one")
     first, second = both("generate", shape, tmp_path / "one", tmp_path / "two")
@@ -102,7 +102,7 @@ def test_two_processes(tmp_path, both, shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
-def test_process_0_decides_for_an_engine(tmp_path, both, shape):
+def test_process_0_schedules_the_engine(tmp_path, both, shape):
     params, key, sizes = random_params(MODEL, scale=0.2), jax.random.key(4), {"slots": 3, "prompt_width": 9}
     save_hf(params, CFG, tmp_path / "one")
     first, second = both("engine", shape, tmp_path / "one")
@@ -128,7 +128,7 @@ def test_a_new_grammar_sends_only_its_own_part_of_the_table(both):
     assert max(*letters, *digits) * 200 < first["table"]
 
 
-def test_an_engine_that_fails_in_process_0_fails_in_all(tmp_path, both):
+def test_engine_failure_in_process_0_reaches_all_processes(tmp_path, both):
     save_hf(random_params(MODEL), CFG, tmp_path / "one")
     first, second = both("fail to lead", (1, 8), tmp_path / "one")
     assert first["errors"] == ["division by zero"] * 2
@@ -152,7 +152,7 @@ def test_training_resumes(tmp_path, both, shape):
     np.testing.assert_allclose(first["total"], total, rtol=1e-3)
 
 
-def test_a_process_holds_its_parts_only(tmp_path, both):
+def test_each_process_stores_only_its_parts(tmp_path, both):
     model = model_config(
         vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8
     )
@@ -216,7 +216,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.parametrize(("lost", "killed"), [(0, "child"), (1, "child"), (1, "parent")])
-def test_the_command_ends_if_a_process_was_lost(tmp_path, start, many, lost, killed):
+def test_command_ends_if_a_process_is_lost(tmp_path, start, many, lost, killed):
     both = [start(number, *many) for number in range(2)]
     wait_for_answers(both[0], tmp_path / "0")
     child = children_of(both[lost])[0]
@@ -232,7 +232,7 @@ def test_the_command_ends_if_a_process_was_lost(tmp_path, start, many, lost, kil
     assert notes(tmp_path / str(lost)) == ["jaxgen: error: the command was ended by SIGKILL"] * (killed == "child")
 
 
-def test_a_process_that_fails_alone(tmp_path, start, many):
+def test_failure_of_one_process_ends_all(tmp_path, start, many):
     both = [start(0, *many), start(1, *many, "--model", "nowhere")]
     begin = time.monotonic()
     assert both[1].wait(timeout=60) == 2

@@ -67,7 +67,7 @@ def test_programs_beyond_the_limit_are_freed(run, count, bounded):
     assert max(used[4:]) < used[3] + 3 * each
 
 
-def test_the_least_recently_used_goes_first(bounded):
+def test_least_recently_used_program_is_freed_first(bounded):
     bounded(2)
     run = Program(double)
     one, two, three = (np.ones(size, np.float32) for size in (1, 2, 3))
@@ -99,7 +99,7 @@ def test_scarce_maps_also_limit_the_number_of_programs(bounded, tmp_path, monkey
     assert len(held) == programs._FEW + 4
 
 
-def test_a_running_program_outlives_its_place(bounded):
+def test_running_program_outlives_its_entry(bounded):
     held = bounded(1)
     inside, dropped = threading.Event(), threading.Event()
 
@@ -137,7 +137,7 @@ def test_another_value_or_spelling_compiles_nothing(bounded):
     assert len(held) == 4
 
 
-def test_inside_a_transformation(bounded):
+def test_program_works_inside_transformations(bounded):
     held = bounded(9)
     run, x = Program(double), np.ones(3, np.float32)
     wanted = double(x)
@@ -151,7 +151,7 @@ def test_inside_a_transformation(bounded):
 
 @linux
 @pytest.mark.slow
-def test_gradients_of_a_score_are_freed_too(bounded):
+def test_programs_of_score_gradients_are_freed(bounded):
     bounded(2)
 
     def loss(params, width):
@@ -174,7 +174,7 @@ def array(platform, committed):
 
 @pytest.mark.parametrize("default", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("committed", ["cpu", "gpu", "tpu", None])
-def test_options_are_for_cpus_only(default, committed, monkeypatch):
+def test_compiler_options_are_only_for_cpus(default, committed, monkeypatch):
     monkeypatch.setattr(programs, "default_device", lambda: device(default))
     leaves = [np.ones(3), array("cpu", False), array("gpu", False)]
     leaves += [] if committed is None else [array(committed, True)]
@@ -182,7 +182,7 @@ def test_options_are_for_cpus_only(default, committed, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("fma avx512f", {"xla_cpu_prefer_vector_width": "512"}), ("fma", {})])
-def test_options_follow_the_machine(flags, expected, tmp_path, monkeypatch):
+def test_compiler_options_follow_the_cpu_flags(flags, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr(programs, "cpu_flags", cpu.cpu_flags.__wrapped__)

@@ -129,7 +129,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_differences_by_name(name, looked_up):
+def test_differences_are_named(name, looked_up):
     before, after, difference = DIFFERENCES[name]
     assert looked_up(before, before, after, after) == ["compiling generate", f"compiling generate: {difference}"]
 
@@ -140,7 +140,7 @@ def test_a_cache(logged):
     assert logged(call(), call(cache=cache))[1] == expected
 
 
-def test_the_nearest_is_the_one_with_the_fewest_differences(looked_up):
+def test_comparison_uses_the_call_with_the_fewest_differences(looked_up):
     both = CFG.replace(repetition_penalty=1.2, no_repeat_ngram_size=2)
     messages = looked_up(call(), call(cfg=both), call(np.full((2, 3), 7)), call(cfg=both.replace(min_length=4)))
     assert messages[-1] == "compiling generate: option min_length is on, was off"
@@ -198,7 +198,7 @@ def test_freed_programs(logged):
     ]
 
 
-def test_silent_by_default(monkeypatch, capfd):
+def test_nothing_is_logged_by_default(monkeypatch, capfd):
     monkeypatch.setattr(programs, "PROGRAMS", Programs(4))
     generate(PARAMS, PROMPT, None, CFG)
     assert capfd.readouterr() == ("", "")

@@ -48,7 +48,7 @@ def model(memory):
     ("path", "expected"),
     [("gs://a/b", True), ("memory://a", True), ("a/b", False), ("/a://b", False), ("C:\\a", False), ("s3://", False)],
 )
-def test_which_paths_are_urls(path, expected):
+def test_urls_are_recognized(path, expected):
     assert remote.is_url(path) is expected
 
 
@@ -63,14 +63,14 @@ def test_a_checkpoint_is_copied_once(model, memory, cache, monkeypatch):
     assert list((cache / "models").iterdir()) == [copy]
 
 
-def test_names_of_folders(memory):
+def test_patterns_select_files_in_folders(memory):
     memory.pipe({f"/bucket/{name}": b"1" for name in ("a.json", "b/a.json", "b/c.txt", "c/b/a.json", "c/a.json")})
     copy = remote.local_copy(f"{MEMORY}/", ["*.json"], ["b/*"], lambda _: None)
     names = sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())
     assert names == ["a.json", "b/a.json", "b/c.txt"]
 
 
-def test_a_checkpoint_that_changed_is_copied_again(model, memory):
+def test_changed_checkpoint_is_copied_again(model, memory):
     before = local_directory(model)
     memory.pipe("/bucket/model/generation_config.json", b'{"max_new_tokens": 7}')
     after = local_directory(model)
@@ -92,7 +92,7 @@ def test_weights_are_not_copied_if_the_config_is_refused(model, memory, cache, m
     assert list((cache / "models").iterdir()) == []
 
 
-def test_a_copy_that_is_cut_off_is_not_kept(model, memory, cache, monkeypatch):
+def test_truncated_copy_is_not_kept(model, memory, cache, monkeypatch):
     def get_file(self, path, target):
         Path(target).write_bytes(self.cat_file(path)[:100])
 
@@ -117,7 +117,7 @@ def test_load_hf_names_the_function_that_copies(model):
         load_hf(model)
 
 
-def test_what_to_install(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     with pytest.raises(InputError, match=r"^gs://bucket/file: .*gcsfs"):
         remote.read("gs://bucket/file")
     with pytest.raises(InputError, match=r"^other://bucket/file: ValueError: Protocol not known: other"):
@@ -140,7 +140,7 @@ def test_fsspec_is_not_imported_for_local_files(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--html", "gs://a/b", "A"], ["train", "--out", "gs://a/b"]])
-def test_options_that_take_no_url(words, capsys):
+def test_urls_are_refused_for_other_options(words, capsys):
     assert main(words) == 2
     assert "'gs://a/b' is a URL, which is not offered here: copy it to a file first" in capsys.readouterr().err
 
@@ -171,7 +171,7 @@ def test_prompts_and_answers(kind, memory, tmp_path, cache, capsys):
 
 
 @pytest.mark.slow
-def test_answers_that_cannot_be_copied_stay(memory, tmp_path, cache, monkeypatch, capsys):
+def test_answers_stay_if_they_cannot_be_copied(memory, tmp_path, cache, monkeypatch, capsys):
     def put_file(self, *_):
         raise PermissionError("no")
 

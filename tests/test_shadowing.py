@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
 
-def test_the_functions_are_those_of_the_package():
+def test_functions_are_those_of_the_package():
     assert (jaxgen.load_hf, jaxgen.save_hf) == (convert.load_hf, convert.save_hf)
 
 
 @pytest.mark.parametrize("name", ["script.py", "convert.py"])
-def test_a_script_beside_such_a_file_or_of_its_name(tmp_path, name):
+def test_error_names_the_shadowing_script(tmp_path, name):
     (tmp_path / "convert.py").write_text("")
     (tmp_path / name).write_text("from jaxgen import generate\nfrom jaxgen import load_hf")
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}

@@ -15,7 +15,7 @@ def test_each_test_is_in_exactly_one_part(parts, seed):
     assert min(map(len, chosen)) > len(TESTS) / parts / 2
 
 
-def test_another_seed_chooses_others():
+def test_another_seed_chooses_other_tests():
     first, second = ({test for test in TESTS if Choice(1, 4, seed).has(test)} for seed in (0, 1))
     assert first - second
     assert second - first
@@ -29,6 +29,6 @@ def test_a_choice_is_written_as_part_of_parts_and_seed(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "12:0", "0/4:0", "5/4:0", "1/0:0", "1/4", "1/4:x"])
-def test_mistakes_that_would_choose_nothing_are_errors(text):
+def test_empty_selections_are_errors(text):
     with pytest.raises(ValueError, match="must be PART/PARTS:SEED"):
         Choice.parse(text)

@@ -25,7 +25,7 @@ def on_two_devices(function):
 
 
 @pytest.mark.parametrize("name", ["sampling", *slow(*(name for name in SHARDED if name != "sampling"))])
-def test_shard_map(name):
+def test_generate_in_shard_map(name):
     cfg = CFG.replace(**SHARDED[name])
     sharded = on_two_devices(lambda params, *rest: generate(params, rest[0], rest[2], cfg, attention_mask=rest[1]))
     out = sharded(PARAMS, jnp.asarray(IDS), jnp.asarray(MASK), KEYS)
@@ -34,7 +34,7 @@ def test_shard_map(name):
 
 
 @pytest.mark.slow
-def test_scores_in_shard_map():
+def test_score_in_shard_map():
     cfg = CFG.replace(do_sample=True, top_p=0.9, repetition_penalty=1.1)
     more = {"of": "scores", "prompt_width": 6}
     sharded = on_two_devices(lambda params, ids, mask, _: score(params, ids, cfg, attention_mask=mask, **more))
@@ -70,7 +70,7 @@ def _int8(weight):
 
 
 @pytest.mark.slow
-def test_old_keys():
+def test_old_style_keys_are_accepted():
     cfg = CFG.replace(do_sample=True, temperature=2.0)
     draw = jax.jit(lambda key: generate(PARAMS, IDS, key, cfg, attention_mask=MASK).sequences)
     old = jax.random.PRNGKey(3)
@@ -88,7 +88,7 @@ def test_old_keys():
 
 
 @pytest.mark.slow
-def test_old_keys_of_an_engine():
+def test_engine_accepts_old_style_keys():
     cfg = GenerationConfig(model=CFG.model, do_sample=True, temperature=2.0, max_new_tokens=5)
     sizes = {"slots": 1, "prompt_width": 8, "prompt_options": ()}
     with Engine(PARAMS, cfg, jax.random.PRNGKey(3), **sizes) as engine:

@@ -88,7 +88,7 @@ def rollout(tunix, example, trainer):
     return engine(rollout_actor=trainer, tokenizer=None, mesh=None, rollout_config=config)
 
 
-def test_samples(tunix, rollout):
+def test_sampler_generates(tunix, rollout):
     config = tunix.base.RolloutConfig(NEW, temperature=0.7, top_p=0.9, top_k=-1, max_prompt_length=WIDTH)
     config.seed, config.return_logprobs = jax.random.PRNGKey(3), True
     out = rollout.generate(PROMPTS, config)
@@ -132,7 +132,7 @@ def test_greedy_search_and_keys(tunix, rollout):
         rollout.generate(PROMPTS, config)
 
 
-def test_weights_of_the_trainer(tunix, rollout, trainer):
+def test_weights_of_the_trainer_are_used(tunix, rollout, trainer):
     """After an update, the log-probabilities are those that tunix computes with its own model."""
     graph, state = nnx.split(trainer)
     state = jax.tree.map(lambda x: x * 1.1, state)

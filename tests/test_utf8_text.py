@@ -65,7 +65,7 @@ def bad_lines():
 
 
 @pytest.mark.parametrize("line", list(bad_lines()), ids=lambda line: line[:20].encode("unicode_escape").decode())
-def test_a_bad_line_is_one_message(line):
+def test_bad_line_gives_one_message(line):
     with pytest.raises(InputError) as caught:
         parse_json(line)
     assert "\n" not in str(caught.value)

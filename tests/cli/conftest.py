@@ -7,7 +7,7 @@ from convert import save_hf
 from jaxgen.cli import main as cli
 from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.models import counting_config, counting_params
-from tests.support.tokenizers import byte_level_backend, save
+from tests.support.tokenizers import CHATML, byte_level_backend, save
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +22,13 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(checkpoint, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.fixture
+def talking(copy) -> Path:
+    """Add a chat template to the saved model."""
+    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return copy
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def files(target):
     return sorted(path.name for path in target.parent.iterdir())
 
 
-def test_written_at_once(target):
+def test_complete_run_leaves_one_file(target):
     assert write(target) == 0
     assert target.read_bytes() == WHOLE
     assert files(target) == ["answers"]
@@ -38,7 +38,7 @@ def test_written_at_once(target):
         write(target)
 
 
-def test_lines_are_there_as_soon_as_they_are_written(target, own):
+def test_lines_are_flushed_when_written(target, own):
     with answer_file(target, RUN, prompts=PROMPTS) as file:
         file.write(7, ANSWERS[7])
         assert own.read_bytes() == partial(7)
@@ -49,7 +49,7 @@ def test_lines_are_there_as_soon_as_they_are_written(target, own):
 
 
 @pytest.mark.slow
-def test_whatever_a_kill_leaves_is_continued(target, own):
+def test_killed_run_is_continued(target, own):
     left = partial(*range(PROMPTS - 1, -1, -1))
     for length in [*range(0, len(left), 23), len(left) - 1, len(left)]:
         own.write_bytes(left[:length])
@@ -60,7 +60,7 @@ def test_whatever_a_kill_leaves_is_continued(target, own):
 
 
 @pytest.mark.slow
-def test_killed_writers_shards_at_once_and_full_disks(tmp_path):
+def test_files_survive_kills_parallel_shards_and_full_disks(tmp_path):
     command = [sys.executable, "-m", "tests.support.answers", str(tmp_path), "30"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout)
@@ -74,7 +74,7 @@ def test_killed_writers_shards_at_once_and_full_disks(tmp_path):
 
 @pytest.mark.parametrize("name", ["--input", "--temperature", "--seed", "--new"])
 @pytest.mark.parametrize("place", ["answers.partial", "answers.1-of-3.partial"])
-def test_the_file_of_another_run_is_refused(target, name, place):
+def test_file_of_another_run_is_refused(target, name, place):
     target.with_name(place).write_bytes(partial(1))
     with pytest.raises(InputError, match=f"{place} is from a run with different values of {name}: repeat that"):
         write(target, run={**RUN, name: "another"})
@@ -86,14 +86,14 @@ def test_the_file_of_another_run_is_refused(target, name, place):
 
 
 @pytest.mark.parametrize("content", [b"notes", b'{"prompt": "A"}\n', lines({"index": 0, "answers": []})])
-def test_a_file_of_something_else_is_refused(target, own, content):
+def test_unrelated_file_is_refused(target, own, content):
     own.write_bytes(content)
     with pytest.raises(InputError, match="was not written by this command: remove it, or choose another"):
         write(target)
     assert own.read_bytes() == content
 
 
-def test_a_damaged_line_is_answered_again(target, own, capsys):
+def test_damaged_line_is_answered_again(target, own, capsys):
     whole = partial(*range(PROMPTS))
     begins = [0, *(place + 1 for place, byte in enumerate(whole) if byte == 10)]
     for number in range(2, PROMPTS + 2):
@@ -119,7 +119,7 @@ def test_a_damaged_line_is_answered_again(target, own, capsys):
 
 
 class TestShards:
-    def test_the_last_one_merges(self, target, capsys):
+    def test_last_shard_merges_the_files(self, target, capsys):
         assert write(target, shard=Shard(1, 3)) == 0
         assert files(target) == ["answers.1-of-3.partial"]
         note = "jaxgen: note: 13 of 20 prompts have no answer yet, in --shard 0/3, 2/3: "
@@ -145,7 +145,7 @@ class TestShards:
         assert write(target, shard=Shard(25, 30)) == 0
         assert files(target) == []
 
-    def test_complete_files_are_merged_by_any(self, target):
+    def test_any_writer_merges_complete_files(self, target):
         target.with_name("answers.1-of-2.partial").write_bytes(partial(*range(1, 20, 2)))
         target.with_name("answers.0-of-2.partial").write_bytes(partial(*range(0, 20, 2)))
         target.with_name("answers.0-of-2.partial.merging").write_bytes(b"of a merge that was killed")
@@ -167,7 +167,7 @@ class TestShards:
         assert target.read_bytes() in (WHOLE, before + b"1\n" + after)
 
     @pytest.mark.parametrize("shard", [Shard(1, 3), Shard(0, 1)])
-    def test_writers_at_once_only_repeat_work(self, target, shard):
+    def test_concurrent_writers_only_repeat_work(self, target, shard):
         with answer_file(target, RUN, prompts=PROMPTS, shard=shard) as file:
             file.write(1, ANSWERS[1])
             assert write(target) == 1
@@ -176,7 +176,7 @@ class TestShards:
         assert target.read_bytes() == WHOLE
         assert files(target) == ["answers"]
 
-    def test_a_merge_that_does_not_fit_can_be_repeated(self, target, monkeypatch):
+    def test_merge_can_be_repeated_after_a_full_disk(self, target, monkeypatch):
         def full(*_):
             raise OSError(28, "No space left on device")
 
@@ -194,14 +194,14 @@ class TestShards:
         assert files(target) == ["answers"]
 
 
-def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
+def test_failed_writer_without_answers_leaves_no_file(target):
     with pytest.raises(RuntimeError, match="not today"), answer_file(target, RUN, prompts=PROMPTS):
         raise RuntimeError("not today")
     assert files(target) == []
 
 
 @pytest.mark.parametrize("name", ["missing/answers", "file/answers", "x" * 300])
-def test_a_place_that_cannot_be_written(tmp_path, name):
+def test_unwritable_path_is_refused(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"answers cannot be written|x+ cannot be written"):
         write(tmp_path / name)
@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_written(tmp_path, name):
 
 
 @pytest.mark.parametrize("function", ["_write_merged", "_done"])
-def test_a_different_writer_was_faster(target, monkeypatch, function):
+def test_slower_of_two_mergers_succeeds(target, monkeypatch, function):
     """This writer and another one find that no prompt is left, and the other one is faster."""
     merge = getattr(module, function)
 

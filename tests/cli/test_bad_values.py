@@ -80,7 +80,7 @@ def line_of(flag: str, value: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_values_that_are_refused(part):
+def test_bad_values_are_refused_with_the_option_name(part):
     pairs = [(flag, value) for flag, values in VALUES.items() for value in values][part::4]
     assert len(pairs) > 100
     named = sum(flag.removeprefix("--") in line_of(flag, value) for flag, value in pairs)
@@ -88,7 +88,7 @@ def test_values_that_are_refused(part):
 
 
 @pytest.mark.slow
-def test_values_that_some_options_accept():
+def test_unusual_values_are_refused_or_accepted():
     outcomes = {"refused": 0, "accepted": 0}
     for option in OFFERED:
         for value in SOME if not isinstance(option.kind, Flag) else []:
@@ -100,7 +100,7 @@ def test_values_that_some_options_accept():
     assert min(outcomes.values()) > 100
 
 
-def test_options_of_training(tmp_path):
+def test_training_options_refuse_bad_values(tmp_path):
     (tmp_path / "data").write_text("")
     needed = {"--data": tmp_path / "data", "--model": "m", "--out": "o"}
     actions = [action for action in train_options.parser()._actions if action.type is not None or action.choices]

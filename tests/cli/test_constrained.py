@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_schema_in_a_file(run, checkpoint, tmp_path):
+def test_schema_is_read_from_a_file(run, checkpoint, tmp_path):
     file = tmp_path / "schema.json"
     file.write_bytes(codecs.BOM_UTF8 + json.dumps({"enum": ["é", True]}).encode())
     status, text, errors = run("--model", checkpoint, "A", "--max-new-tokens", 9, "--json-schema", file)
@@ -29,7 +29,7 @@ def test_a_schema_in_a_file(run, checkpoint, tmp_path):
         (b'{"type": "array", "uniqueItems": true}', "the schema has uniqueItems"),
     ],
 )
-def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch):
+def test_bad_schemas_are_refused(refused, checkpoint, tmp_path, content, words, monkeypatch):
     monkeypatch.delattr("jaxgen.cli.answer.load_hf")  # the schema is read before the weights
     file = tmp_path / "schema.json"
     file.write_bytes(content)
@@ -39,7 +39,7 @@ def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_keyword_that_is_left_out(run, refused, checkpoint, tmp_path):
+def test_unsupported_keyword_is_left_out_with_a_warning(run, refused, checkpoint, tmp_path):
     file = tmp_path / "schema.json"
     file.write_text(
         '{"type": "array", "uniqueItems": true, "minItems": 1, "items": {"pattern": "^a$", "type": "string"}}'
@@ -51,7 +51,7 @@ def test_a_keyword_that_is_left_out(run, refused, checkpoint, tmp_path):
     assert "use that too" in refused("--model", checkpoint, "A", "--json-schema-unsupported", "warn")
 
 
-def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):
+def test_unreadable_files_are_refused(refused, checkpoint, tmp_path, monkeypatch):
     arguments = ("--model", checkpoint, "A", "--json-schema")
     assert "is not a regular file but a directory" in refused(*arguments, tmp_path)
     assert "nowhere: No such file or directory" in refused(*arguments, tmp_path / "nowhere")
@@ -69,6 +69,6 @@ def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)b", "[", r"(a)\1", "(a|b)*a(a|b){25}", "a{9999999}"])
-def test_bad_patterns(refused, checkpoint, pattern, monkeypatch):
+def test_bad_patterns_are_refused(refused, checkpoint, pattern, monkeypatch):
     monkeypatch.delattr("jaxgen.cli.answer.load_hf")
     assert "the pattern" in refused("--model", checkpoint, "A", "--regex", pattern)

@@ -9,7 +9,7 @@ from tests.serving.test_page import settings_of
 
 
 @pytest.mark.slow
-def test_a_page_has_the_answers_and_their_log_probabilities(run, checkpoint, tmp_path):
+def test_page_has_answers_and_log_probabilities(run, checkpoint, tmp_path):
     page = tmp_path / "page.html"
     options = ("--model", checkpoint, "A", "-n", 3, "--num-beams", 2, "--num-return-sequences", 2)
     status, out, err = run(*options, "--html", page)
@@ -31,7 +31,7 @@ def test_a_page_has_the_answers_and_their_log_probabilities(run, checkpoint, tmp
 
 
 @pytest.mark.slow
-def test_values_are_those_of_logprobs(run, checkpoint, tmp_path):
+def test_page_values_equal_those_of_logprobs(run, checkpoint, tmp_path):
     page, lines = tmp_path / "page.html", tmp_path / "lines.txt"
     lines.write_text("A\n")
     options = ("--model", checkpoint, "-n", 4)
@@ -42,7 +42,7 @@ def test_values_are_those_of_logprobs(run, checkpoint, tmp_path):
     np.testing.assert_allclose([token["logprob"] for token in answer["tokens"]], wanted, atol=1e-5)
 
 
-def test_only_a_page_is_replaced(run, refused, checkpoint, tmp_path):
+def test_only_own_pages_are_overwritten(run, refused, checkpoint, tmp_path):
     page, other = tmp_path / "page.html", tmp_path / "thesis.html"
     for prompt in ("A", "B"):
         assert run("--model", checkpoint, prompt, "-n", 1, "--html", page)[0] == 0
@@ -55,5 +55,5 @@ def test_only_a_page_is_replaced(run, refused, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("source", [("--chat",), ("--input", "-")])
-def test_one_prompt(refused, checkpoint, source):
+def test_html_requires_a_single_prompt(refused, checkpoint, source):
     assert "--html shows the answers to one prompt" in refused("--model", checkpoint, *source, "--html", "page.html")

@@ -44,10 +44,10 @@ def check(checkpoint, programs, count: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_four_interrupts(checkpoint, programs):
+def test_command_survives_four_interrupts(checkpoint, programs):
     check(checkpoint, programs, 4, seed=1)
 
 
 @pytest.mark.slow
-def test_fifty_interrupts(checkpoint, programs):
+def test_command_survives_fifty_interrupts(checkpoint, programs):
     check(checkpoint, programs, 50, seed=2)

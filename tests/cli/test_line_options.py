@@ -123,7 +123,7 @@ def test_every_option_is_applied_or_refused(tmp_path, monkeypatch, name, cfg):
         assert name not in [option.name for option in prompts.call(line).cfg.unread()]
 
 
-def test_fields_that_are_not_options(tmp_path):
+def test_fields_that_are_not_options_are_passed_through(tmp_path):
     first, second, third, fourth = lines_of(
         tmp_path,
         {"text": "A", "metadata": {"a": [1]}, "id": 7, "temperature": 0},
@@ -151,7 +151,7 @@ def test_batches_have_lines_with_the_same_options(tmp_path):
     assert in_batches(lines, range(1, 8, 2), 3) == [[1, 3], [5], [7]]
 
 
-def test_tables_have_room_for_all_lines(tmp_path):
+def test_tables_are_sized_for_all_lines(tmp_path):
     words = [{"regex": f"[a-z]{{{count}}}"} for count in (3, 2000, 3)] + [{"stop_strings": ["a" * 1500]}]
     lines = lines_of(tmp_path, *[{"prompt": "A"} | fields for fields in words])
     expected = EngineSizes(slots=3, prompt_width=32, stop_states=2048)
@@ -185,7 +185,7 @@ def mixed(checkpoint, tmp_path):
     return ["--model", checkpoint, "--input", tmp_path / "mixed", "--max-new-tokens", 5]
 
 
-def test_answers(run, mixed):
+def test_answers_follow_the_options_of_their_lines(run, mixed):
     status, out, err = run(*mixed, "--slots", 4)
     assert (status, err) == (0, "")
     answers = entries(out)
@@ -214,7 +214,7 @@ def test_slots_batches_and_resumed_runs_agree(run, mixed, tmp_path, interrupt, f
 
 
 @pytest.mark.slow
-def test_beams_with_options_of_lines(run, checkpoint, tmp_path):
+def test_beam_search_applies_line_options(run, checkpoint, tmp_path):
     lines = [{"prompt": "A", "length_penalty": -2.0}, {"prompt": "A"}, {"prompt": "B", "stop_strings": "D"}]
     (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     options = ("--model", checkpoint, "--input", tmp_path / "lines", "--num-beams", 2, "--max-new-tokens", 4)
@@ -224,7 +224,7 @@ def test_beams_with_options_of_lines(run, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_some_lines(run, checkpoint, tmp_path):
+def test_only_some_lines_request_log_probabilities(run, checkpoint, tmp_path):
     lines = [{"prompt": "A", "output_logprobs": None}, {"prompt": "B"}]
     (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     options = ("--model", checkpoint, "--input", tmp_path / "lines", "--logprobs", "--max-new-tokens", 2)
@@ -235,7 +235,7 @@ def test_log_probabilities_of_some_lines(run, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_processes(run, mixed, tmp_path, programs):
+def test_killed_processes_are_resumed(run, mixed, tmp_path, programs):
     options = [*map(str, mixed), "--slots", "3"]
     assert run(*options, "--output", tmp_path / "whole")[0] == 0
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

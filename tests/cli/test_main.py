@@ -36,7 +36,7 @@ def process(*arguments, **options) -> subprocess.Popen:
 
 class TestText:
     @pytest.mark.slow
-    def test_an_adapter(self, run, checkpoint, tmp_path):
+    def test_adapter_is_applied(self, run, checkpoint, tmp_path):
         params, cfg = load_hf(checkpoint)
         adapter = write(tmp_path / "adapter", factors(cfg.model, 2, 0, ("lm_head",), scale=9.0))
         plain = run("--model", checkpoint, "A", "-n", 4)
@@ -60,20 +60,20 @@ class TestText:
         assert err.startswith("jaxgen: error: row 0 cannot continue after 2 generated tokens")
 
     @pytest.mark.slow
-    def test_an_assistant(self, run, checkpoint, refused):
+    def test_assistant_drafts_tokens(self, run, checkpoint, refused):
         arguments = ("--model", checkpoint, "A", "--max-new-tokens", 5)
         assert run(*arguments, "--assistant", checkpoint) == (0, "BCDEF\n", "")
         assert run(*arguments, "--assistant", checkpoint, "--num-assistant-tokens", 2) == (0, "BCDEF\n", "")
         assert run(*arguments, "--prompt-lookup-num-tokens", 3) == (0, "BCDEF\n", "")
 
-    def test_an_assistant_is_checked_before_the_weights_are_read(self, checkpoint, refused, monkeypatch):
+    def test_assistant_is_checked_before_weights_are_read(self, checkpoint, refused, monkeypatch):
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         arguments = ("--model", checkpoint, "A", "--max-new-tokens", 5)
         line = refused(*arguments, "--assistant", checkpoint, "--num-beams", 2)
         assert "assistant works with greedy search and sampling" in line
         assert "the assistant has a vocabulary of" in refused(*arguments, "--assistant", demo.PATH)
 
-    def test_chat_template_and_raw(self, run, copy):
+    def test_raw_skips_the_chat_template(self, run, copy):
         (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
         arguments = ("--model", copy, "A", "--max-new-tokens", 5)
         assert run(*arguments) == (0, '!"#$%\n', "")
@@ -89,7 +89,7 @@ class TestText:
         assert first != run(*arguments, "--seed", 1)
 
     @pytest.mark.slow
-    def test_several_answers_and_a_streamed_one(self, run, checkpoint):
+    def test_several_answers_are_printed_and_one_is_streamed(self, run, checkpoint):
         tokenizer = Tokenizer.from_pretrained(checkpoint)
         params, cfg = load_hf(checkpoint, dtype="bfloat16")
         cfg = cfg.replace(do_sample=True, temperature=9.0, max_new_tokens=20, num_return_sequences=3)
@@ -134,7 +134,7 @@ class TestText:
         assert run("--model", checkpoint, "A", "--quantize", "int8", "--max-new-tokens", 4) == (0, "BCDE\n", "")
         assert ("gate_up_proj" in names) == (platform == "gpu")
 
-    def test_quantized_weights_are_turned_back(self, run, checkpoint, tmp_path, monkeypatch):
+    def test_quantize_none_dequantizes_weights(self, run, checkpoint, tmp_path, monkeypatch):
         save_hf(*load_hf(checkpoint, quantize="int8"), tmp_path / "int8")
         shutil.copy(checkpoint / "tokenizer.json", tmp_path / "int8")
         seen = []
@@ -148,7 +148,7 @@ class TestText:
             assert run("--model", tmp_path / "int8", "A", *words, "--max-new-tokens", 4)[:2] == (0, "BCDE\n")
         assert seen == [{"int8", "float32"}, {"float32"}, {"bfloat16"}]
 
-    def test_prompt_that_looks_like_an_option(self, run, checkpoint):
+    def test_prompt_may_look_like_an_option(self, run, checkpoint):
         assert run("--model", checkpoint, "--max-new-tokens", 2, "--", "--A")[:2] == (0, "BC\n")
 
     def test_warnings_are_one_line_each(self, run, checkpoint):
@@ -169,7 +169,7 @@ class TestText:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("prompt", ["", "Once upon a time"])
-    def test_real_greedy_runs(self, run, data, prompt):
+    def test_greedy_output_of_real_checkpoints(self, run, data, prompt):
         runs = json.loads((data / "vectors" / "greedy-runs.json").read_text(encoding="utf-8"))
         name = "stories260K-hf"
         (real,) = [each for each in runs if (each["checkpoint"], each["prompt"]) == (name, prompt)]
@@ -183,7 +183,7 @@ class TestLength:
         assert run("--model", checkpoint, "--max-length", 5, "ABC") == (0, "DE\n", "")
         assert run("--model", checkpoint, "--max-length", 20, "ABC") == (0, "DEFGHIJKLMNOPQRST\n", "")
 
-    def test_default(self, run, checkpoint, monkeypatch):
+    def test_default_number_of_new_tokens(self, run, checkpoint, monkeypatch):
         status, out, err = run("--model", checkpoint, "A")
         assert (status, len(out) - 1, err) == (0, cli.DEFAULT_NEW_TOKENS, "")
         asked = []
@@ -194,11 +194,11 @@ class TestLength:
         assert np.max(asked) == 12
 
     @pytest.mark.slow
-    def test_no_more_than_the_model_supports(self, run, checkpoint):
+    def test_default_length_is_limited_by_the_context(self, run, checkpoint):
         assert len(run("--model", checkpoint, "A" * 500)[1]) - 1 == 12
 
     @pytest.mark.parametrize(("field", "value", "length"), [("max_new_tokens", 7, 7), ("max_length", 9, 6)])
-    def test_the_checkpoint_says_it(self, run, copy, field, value, length):
+    def test_length_of_the_checkpoint_is_used(self, run, copy, field, value, length):
         (copy / "generation_config.json").write_text(json.dumps({field: value}), encoding="utf-8")
         assert run("--model", copy, "ABC") == (0, "DEFGHIJKL"[:length] + "\n", "")
         assert run("--model", copy, "ABC", "--max-length", 5) == (0, "DE\n", "")
@@ -221,14 +221,14 @@ class TestLength:
     @pytest.mark.parametrize(
         ("option", "length"), [("--min-new-tokens", 8), pytest.param("--min-length", 6, marks=pytest.mark.slow)]
     )
-    def test_minimum_wins_over_the_checkpoints(self, run, copy, option, length):
+    def test_min_length_option_overrides_the_checkpoint(self, run, copy, option, length):
         eos = Tokenizer.from_pretrained(copy).encode("C")[0]
         config = {"eos_token_id": eos, "min_new_tokens": 1, "max_new_tokens": 12}
         (copy / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
         assert run("--model", copy, "A")[1] == "BC\n"
         assert "C" not in run("--model", copy, "A@", option, 8)[1][:length]
 
-    def test_longer_than_the_model_supports(self, refused, checkpoint):
+    def test_lengths_beyond_the_context_are_refused(self, refused, checkpoint):
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
         assert "shorten the prompt" in refused("--model", checkpoint, "A" * 512)
@@ -236,11 +236,11 @@ class TestLength:
 
 
 class TestTokenHealing:
-    def test_the_answer_begins_with_the_last_token(self, run, checkpoint):
+    def test_healed_answer_begins_with_the_last_token(self, run, checkpoint):
         result = run("--model", checkpoint, "ABC", "--token-healing", "--max-new-tokens", 4)
         assert result == (0, "CDEF\n", "")
 
-    def test_a_chat_template_refuses_it(self, refused):
+    def test_token_healing_is_refused_with_a_chat_template(self, refused):
         assert "--token-healing continues the prompt's own text" in refused("A fox", "--token-healing")
         assert "--token-healing" in refused("--chat", "--token-healing")
 
@@ -297,10 +297,10 @@ class TestMistakes:
             (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json: No such file or directory"),
         ],
     )
-    def test_arguments(self, refused, checkpoint, arguments, words):
+    def test_bad_arguments_are_refused(self, refused, checkpoint, arguments, words):
         assert words in refused("--model", checkpoint, *arguments)
 
-    def test_model(self, refused, tmp_path):
+    def test_bad_model_paths_are_refused(self, refused, tmp_path):
         assert "did you mean --model?" in refused("A", "--modle", tmp_path)
         assert "neither a directory nor a hub id" in refused("A", "--model", tmp_path / "nowhere")
         assert "config.json is missing" in refused("A", "--model", tmp_path)
@@ -327,18 +327,18 @@ class TestMistakes:
         (copy / name).write_bytes(b"[\xff\n")
         assert name in refused("--model", copy, "A")
 
-    def test_many_problems_stay_short(self, refused, copy):
+    def test_long_lists_of_problems_are_shortened(self, refused, copy):
         config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
         config["hidden_size"] *= 2
         (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
         assert "more" in refused("--model", copy, "A")
 
-    def test_a_template_that_refuses_in_two_lines(self, refused, copy):
+    def test_multiline_template_error_becomes_one_line(self, refused, copy):
         template = "{{ raise_exception('no\\n  such role') }}"
         (copy / "chat_template.jinja").write_text(template, encoding="utf-8")
         assert "no such role" in refused("--model", copy, "A")
 
-    def test_a_tokenizer_of_another_model(self, refused, copy):
+    def test_tokenizer_of_another_model_is_refused(self, refused, copy):
         backend = byte_level_backend()
         backend.add_tokens(["[NEW]"])
         save(copy, backend)
@@ -361,14 +361,14 @@ class TestMistakes:
             ),
         ],
     )
-    def test_what_can_happen_on_the_way(self, run, checkpoint, monkeypatch, error, status, line):
+    def test_runtime_errors_are_reported_in_one_line(self, run, checkpoint, monkeypatch, error, status, line):
         def fail(*args, **kwargs):
             raise error
 
         monkeypatch.setattr(cli, "load_hf", fail)
         assert run("--model", checkpoint, "A") == (status, "", line)
 
-    def test_every_offered_option_is_a_flag(self):
+    def test_every_available_option_is_a_flag(self):
         flags = {flag for action in options.parser()._actions for flag in action.option_strings}
         assert {"--" + option.name.replace("_", "-") for option in options.OFFERED} <= flags
         assert {"--no-do-sample", "--frequency-penalty", "--watermarking-config"} <= flags
@@ -396,7 +396,7 @@ class TestMistakes:
             ("--temperature 0.0 --top-p 0.5", {"do_sample": False, "top_p": 0.5}),
         ],
     )
-    def test_fields_of_the_config(self, words, fields):
+    def test_flags_set_config_fields(self, words, fields):
         assert options.generation_fields(options.parse([*words.split(), "A"])) == fields
 
     def test_help(self, capsys):
@@ -437,7 +437,7 @@ class TestProcess:
         assert "Traceback" not in err
 
     @pytest.mark.slow
-    def test_text_that_stdout_cannot_show(self, copy, programs):
+    def test_characters_outside_the_stdout_encoding_are_replaced(self, copy, programs):
         (copy / "tokenizer.json").write_text(
             (copy / "tokenizer.json").read_text(encoding="utf-8").replace('"B"', '"Ã©"'), encoding="utf-8"
         )
@@ -449,7 +449,7 @@ class TestProcess:
 
 @pytest.mark.parametrize("module", [options, serve_options, train_options])
 @pytest.mark.parametrize("columns", [50, 80, 100])
-def test_help_does_not_break_the_names_of_options(monkeypatch, module, columns):
+def test_help_does_not_hyphenate_option_names(monkeypatch, module, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     text = module.parser().format_help()
     assert [line for line in text.splitlines() if re.search(r"(^|\s)--[a-z-]*-$", line)] == []

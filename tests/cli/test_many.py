@@ -80,7 +80,7 @@ class TestForms:
             (tmp_path / "answers").unlink()
 
     @pytest.mark.slow
-    def test_a_mesh(self, run, drawn):
+    def test_mesh_gives_the_same_answers(self, run, drawn):
         assert run(*drawn, "--mesh", "8x1", "--slots", 5) == run(*drawn)
 
     @pytest.mark.slow
@@ -94,7 +94,7 @@ class TestForms:
             assert line == expected
             assert values == pytest.approx(others, abs=1e-4)
 
-    def test_the_form_that_is_not_used_is_refused(self, refused, drawn, monkeypatch):
+    def test_options_of_the_other_scheduling_are_refused(self, refused, drawn, monkeypatch):
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         line = refused(*drawn, "--batch-size", 4)
         assert "--batch-size is for runs in batches, but sample runs in slots, each of which takes the next" in line
@@ -109,12 +109,12 @@ class TestForms:
         ):
             assert f"DoLa, not with {name}: use --batch-size" in refused(*drawn, *option, "--slots", 4)
 
-    def test_what_cannot_be_reached_is_warned_of(self, run, drawn, monkeypatch):
+    def test_unreachable_minimum_length_draws_a_warning(self, run, drawn, monkeypatch):
         monkeypatch.setattr("jaxgen.cli.answer.write_answers", lambda *_, **__: None)
         warning = "jaxgen: warning: --min-new-tokens 20 cannot be reached with 12 new tokens\n"
         assert run(*drawn, "--min-new-tokens", 20) == (0, "", warning)
 
-    def test_the_answers_to_a_line_need_memory(self, run, refused, checkpoint, tmp_path, monkeypatch):
+    def test_memory_check_counts_all_answers_to_a_line(self, run, refused, checkpoint, tmp_path, monkeypatch):
         monkeypatch.setattr("jaxgen.cli.answer.write_answers", lambda *_, **__: None)
         monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 50_000_000)
         words = ("--model", checkpoint, "--input", tmp_path / "lines", "--max-new-tokens", 2, "--max-time", 1000)
@@ -127,7 +127,7 @@ class TestForms:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("form", [[], ["--max-time", 1000]])
-    def test_a_warning_about_a_line_names_it(self, run, checkpoint, tmp_path, form):
+    def test_warning_about_a_line_names_the_line(self, run, checkpoint, tmp_path, form):
         lines = [{"prompt": "A", "max_new_tokens": 1}, {"prompt": "B", "min_new_tokens": 20}]
         (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
         words = ("--model", checkpoint, "--input", tmp_path / "lines", "--max-new-tokens", 2, *form)
@@ -135,15 +135,13 @@ class TestForms:
         assert run(*words)[2] == f"{where}: min_new_tokens=20 cannot be reached with 2 new tokens\n"
 
     @pytest.mark.parametrize("words", [["--regex", "[A-Z]{20}"], ["--regex", "[A-Z]{20}", "--max-time", 5]])
-    def test_a_constraint_that_is_too_long_is_refused_before_the_weights_are_read(
-        self, refused, drawn, monkeypatch, words
-    ):
+    def test_oversized_constraint_is_refused_before_weights_are_read(self, refused, drawn, monkeypatch, words):
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         assert "shortest text has 20 tokens, which exceeds the budget of 12" in refused(*drawn, *words)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("fields", [{"slots": 3}, {"output_scores": True}])
-    def test_fields_of_a_checkpoint(self, run, copy, drawn, fields):
+    def test_slots_and_records_of_a_checkpoint_are_ignored(self, run, copy, drawn, fields):
         (copy / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
         status, out, err = run("--model", copy, "--input", drawn[3], "--max-new-tokens", 2)
         assert (status, err) == (0, "")
@@ -165,7 +163,7 @@ class TestForms:
         assert re.fullmatch(r"10 of 10 prompts, [\d,]+ tokens/s, 0:00:00 left", shown[-2])
 
 
-def test_rows_of_any_length_compile_nothing():
+def test_printing_rows_of_any_length_compiles_nothing():
     out: Any = types.SimpleNamespace(
         lengths=np.asarray([3, 5]),
         stop_reasons=np.full(2, StopReason.LENGTH),
@@ -182,7 +180,7 @@ def test_rows_of_any_length_compile_nothing():
     assert count[0] == 0
 
 
-def test_the_line_that_shows_progress(monkeypatch):
+def test_progress_line_format(monkeypatch):
     shown, now = [], [100.0]
     monkeypatch.setattr(terminal, "show", lambda line: shown.append(line()))
     monkeypatch.setattr(many.time, "monotonic", lambda: now[0])
@@ -208,7 +206,7 @@ def test_the_line_that_shows_progress(monkeypatch):
 class TestInterruptions:
     @pytest.mark.slow
     @pytest.mark.parametrize("form", [["--slots", 3], ["--max-time", 1000, "--batch-size", 4]])
-    def test_a_run_continues(self, run, drawn, tmp_path, monkeypatch, interrupt, form):
+    def test_interrupted_run_continues(self, run, drawn, tmp_path, monkeypatch, interrupt, form):
         target, partial = tmp_path / "answers", tmp_path / "answers.partial"
         options = (*drawn, *form, "--output", target)
         assert run(*options) == (0, "", "")
@@ -239,7 +237,7 @@ class TestInterruptions:
         assert target.read_bytes() == whole
 
     @pytest.mark.slow
-    def test_a_run_continues_with_other_slots(self, run, drawn, tmp_path, interrupt):
+    def test_interrupted_run_continues_with_other_slots(self, run, drawn, tmp_path, interrupt):
         options = (*drawn[:4], "--max-new-tokens", 2, "--output", tmp_path / "answers")
         interrupt(3)
         assert run(*options, "--slots", 4)[0] == 130
@@ -258,7 +256,7 @@ class TestInterruptions:
             (["--input", "other"], "--input"),
         ],
     )
-    def test_what_another_run_began_is_refused(self, run, refused, checkpoint, tmp_path, monkeypatch, more, name):
+    def test_output_of_another_run_is_refused(self, run, refused, checkpoint, tmp_path, monkeypatch, more, name):
         def interrupted(lines, indices, done, session, file, **_):
             file.write(0, [])
             raise KeyboardInterrupt
@@ -276,7 +274,7 @@ class TestInterruptions:
         assert f"answers.partial is from a run with different values of {name}: repeat that command" in line
 
     @pytest.mark.slow
-    def test_the_seed_of_a_run_that_continues(self, run, refused, drawn, tmp_path, interrupt):
+    def test_continued_run_keeps_its_random_seed(self, run, refused, drawn, tmp_path, interrupt):
         options = (*drawn, "--output", tmp_path / "answers", "--seed", "random")
         interrupt(2)
         status, _, seed = run(*options)
@@ -292,7 +290,7 @@ class TestInterruptions:
 class TestShards:
     @pytest.mark.slow
     @pytest.mark.parametrize("form", [["--slots", 3], ["--max-time", 1000, "--batch-size", 2]])
-    def test_they_give_the_answers_of_the_whole(self, run, drawn, tmp_path, interrupt, form):
+    def test_shards_together_give_the_answers_of_one_run(self, run, drawn, tmp_path, interrupt, form):
         target = tmp_path / "answers"
         whole = run(*drawn, *form)[1]
         options = (*drawn, *form, "--output", target)
@@ -319,16 +317,16 @@ class TestShards:
             (["--shard", "0/4", "--output", "x", "--seed", "random"], "--seed random draws a different seed in each"),
         ],
     )
-    def test_refused(self, refused, drawn, words, message):
+    def test_bad_shard_options_are_refused(self, refused, drawn, words, message):
         assert message in refused(*drawn, *words)
 
-    def test_a_prompt_needs_no_shards(self, refused, checkpoint):
+    def test_shard_is_refused_for_a_single_prompt(self, refused, checkpoint):
         assert "--output is for the answers to --input" in refused("A", "--shard", "0/2", "--output", "x")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_killed_processes(run, drawn, tmp_path, programs, dtype):
+def test_killed_shards_are_resumed(run, drawn, tmp_path, programs, dtype):
     """For more kills, or with other options, run `python -m tests.support.answers`."""
     options = [*map(str, drawn), "--dtype", dtype, "--max-new-tokens", "100", "--slots", "4"]
     assert run(*options, "--output", tmp_path / "whole")[0] == 0

@@ -45,13 +45,13 @@ def refusal(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_weights(tmp_path, stored, dtype):
+def test_weights_bytes_equal_the_loaded_size(tmp_path, stored, dtype):
     path = write(tmp_path / "model", LLAMA, weights(LLAMA, stored), shards=3)
     assert weights_bytes(path, dtype) == nbytes(load_hf(path, dtype=dtype)[0])
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_quantized_weights(tmp_path, dtype):
+def test_quantized_weights_bytes_equal_the_loaded_size(tmp_path, dtype):
     path = write(tmp_path / "model", LLAMA, weights(LLAMA))
     params, cfg = load_hf(path, dtype=dtype, quantize="int8")
     assert weights_bytes(path, dtype, "int8") == nbytes(params)
@@ -60,7 +60,7 @@ def test_quantized_weights(tmp_path, dtype):
     assert weights_bytes(tmp_path / "int8", dtype, "none") == weights_bytes(path, dtype)
 
 
-def test_a_tied_head_is_counted_once(tmp_path, checkpoint):
+def test_tied_head_is_counted_once(tmp_path, checkpoint):
     tensors = weights(WIDE)
     twice = write(tmp_path / "twice", WIDE, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     assert weights_bytes(twice) == weights_bytes(checkpoint) == nbytes(load_hf(twice)[0])
@@ -79,12 +79,12 @@ def test_inputs_that_load_hf_refuses_are_refused(tmp_path, refusal):
         refusal(10**9, dtype="int8")
 
 
-def test_enough_or_unknown(refusal):
+def test_sufficient_or_unknown_memory_is_accepted(refusal):
     assert refusal(10**9) == ""
     assert refusal(None) == ""
 
 
-def test_what_is_counted_is_needed(checkpoint, refusal):
+def test_estimate_equals_the_memory_of_weights_and_cache(checkpoint, refusal):
     """The estimate counts the weights and the cache that `generate` returns."""
     params, cfg = load_hf(checkpoint)
     out = generate(params, [[1, 2, 3]] * 4, None, cfg.replace(max_new_tokens=5))
@@ -94,7 +94,7 @@ def test_what_is_counted_is_needed(checkpoint, refusal):
     assert refusal(needed + lengths, prompts=4, width=3, max_new_tokens=5) == ""
 
 
-def test_the_text(refusal, checkpoint):
+def test_refusal_names_sizes_and_remedies(refusal, checkpoint):
     size = weights_bytes(checkpoint) / 1e6
     text = refusal(1000)
     assert text.startswith("this request needs 0.")
@@ -110,19 +110,19 @@ def test_the_text(refusal, checkpoint):
         {"width": 20_000},
     ],
 )
-def test_each_part_of_a_request_counts(refusal, request_):
+def test_each_part_of_a_request_is_counted(refusal, request_):
     assert refusal(1_000_000) == ""
     assert refusal(1_000_000, **request_).endswith("--quantize, or a smaller model")
 
 
-def test_bfloat16_counts(refusal, checkpoint):
+def test_16_bit_dtypes_halve_the_estimate(refusal, checkpoint):
     free = weights_bytes(checkpoint)  # leaves nothing for the cache
     for dtype in (None, "float32"):
         assert refusal(free, dtype=dtype)
     assert refusal(free, dtype="bfloat16") == refusal(free, dtype="float16") == ""
 
 
-def test_the_accelerator_is_named(checkpoint, monkeypatch):
+def test_refusal_names_the_accelerator(checkpoint, monkeypatch):
     class Device:
         platform, process_index, id = "gpu", 0, 0
 

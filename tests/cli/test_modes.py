@@ -16,15 +16,8 @@ from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
 from jaxgen.core.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
-from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def talking(copy):
-    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    return copy
 
 
 @pytest.fixture
@@ -54,7 +47,7 @@ def say(run, talking, monkeypatch):
         (["--raw", "!"], '"$%\n'),
     ],
 )
-def test_with_the_chat_template_the_tokenizers_end_of_turn_ends_an_answer(run, talking, options, text):
+def test_end_of_turn_token_ends_a_chat_answer(run, talking, options, text):
     """The checkpoint's generation config names another token, as those of models tuned from a base model often do."""
     (talking / "tokenizer_config.json").write_text(json.dumps({"eos_token": "#"}), encoding="utf-8")
     (talking / "generation_config.json").write_text(json.dumps({"eos_token_id": 60}), encoding="utf-8")
@@ -65,11 +58,11 @@ class TestChat:
     # The model counts from the newline that ends every prompt, so all answers begin with "!".
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
     @pytest.mark.slow
-    def test_turns(self, say, turns):
+    def test_each_turn_is_answered(self, say, turns):
         assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
 
     @pytest.mark.slow
-    def test_the_cache_is_kept_and_changes_no_answer(self, say, talking, monkeypatch):
+    def test_cache_is_reused_without_changing_answers(self, say, talking, monkeypatch):
         asked = []
         generate = printing.generate
 
@@ -99,14 +92,14 @@ class TestChat:
         assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
 
     @pytest.mark.slow
-    def test_options_that_need_another_cache(self, say):
+    def test_options_that_require_a_new_cache(self, say):
         words = ["A", "/set cache_dtype int8", "B", "/set cache_dtype none", "C"]
         status, answers, notes = say("\n".join(words))
         assert (status, answers) == (0, '!"#$\n' * 3)
         assert notes.splitlines() == ["jaxgen: cache_dtype int8", "jaxgen: cache_dtype none"]
 
     @pytest.mark.slow
-    def test_contrastive_search_in_the_middle(self, say):
+    def test_contrastive_search_can_be_enabled_mid_conversation(self, say):
         status, answers, notes = say("A\n/set top_k 2\n/set penalty_alpha 0.1\nB\nC")
         assert (status, answers) == (0, '!"#$\n' * 3)
         assert "contrastive" not in notes
@@ -125,7 +118,7 @@ class TestChat:
     def notes(self, err):
         return [line.removeprefix("jaxgen: ") for line in err.splitlines()]
 
-    def test_every_command_says_what_it_did(self, say, tmp_path):
+    def test_every_chat_command_reports_its_effect(self, say, tmp_path):
         file = tmp_path / "talk.json"
         commands = ["/retry", "A", f"/save {file}", f"/save {file}", "/reset", f"/load {file}", "/retry", "/system S"]
         commands += ["/system", "/save", f"/save {tmp_path}", "/load nowhere.json", "/rest"]
@@ -151,7 +144,7 @@ class TestChat:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("command", ["/reset", "/system S", "/load {other}"])
-    def test_another_conversation_does_not_replace_a_file(self, say, tmp_path, command):
+    def test_save_does_not_overwrite_another_conversation(self, say, tmp_path, command):
         file, other = tmp_path / "talk.json", tmp_path / "other.json"
         assert "2 messages were written" in say(f"A\n/save {other}")[2]
         notes = say("\n".join(["A", f"/save {file}", command.format(other=other), "B", f"/save {file}"]))[2]
@@ -171,13 +164,13 @@ class TestChat:
             (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be text"),
         ],
     )
-    def test_files_that_are_no_conversation(self, say, tmp_path, content, words):
+    def test_load_refuses_files_without_a_conversation(self, say, tmp_path, content, words):
         (tmp_path / "file").write_bytes(content)
         status, out, err = say(f"/load {tmp_path / 'file'}")
         assert (status, out, err.count("\n")) == (0, "", 1)
         assert words in err
 
-    def test_settings(self, say):
+    def test_settings_are_changed_and_bad_ones_refused(self, say):
         settings = ["temperature 0.5", "--top-p 0.9", "do_sample true", "max_new_tokens 2", "temp 3", "temperature x"]
         settings += [
             "temperature 0",
@@ -245,27 +238,27 @@ class TestChat:
         assert set(rendered) == {"one\ntwo", "three\n\nfour"}
 
     @pytest.mark.slow
-    def test_the_oldest_is_forgotten(self, say):
+    def test_oldest_messages_are_forgotten_when_the_context_is_full(self, say):
         status, out, err = say("A" * 300 + "\n" + "B" * 600 + "\n" + "C" * 300)
         assert (status, out) == (0, '!"#$\n' * 2)
         assert "The oldest 2 messages were forgotten: the model's context is 512 tokens" in err
         assert "this message is too long" in err
 
-    def test_a_file_with_forgotten_messages_is_not_replaced(self, say, tmp_path):
+    def test_save_keeps_a_file_that_has_forgotten_messages(self, say, tmp_path):
         file = tmp_path / "talk.json"
         notes = say("\n".join(["A" * 300, f"/save {file}", "C" * 300, f"/save {file}"]))[2]
         assert "messages were forgotten" in notes
         assert f"{file} exists: choose another name" in notes
         assert json.loads(file.read_text())["messages"][0]["content"] == "A" * 300
 
-    def test_what_excludes_it(self, refused, checkpoint, talking):
+    def test_chat_refuses_conflicting_options(self, refused, checkpoint, talking):
         assert "exclude each other" in refused("--model", talking, "--chat", "A")
         assert "disables the chat template" in refused("--model", talking, "--chat", "--raw")
         assert "use --max-new-tokens" in refused("--model", talking, "--chat", "--max-length", 9)
         assert "leave out --num-return-sequences" in refused("--model", talking, "--chat", "--num-return-sequences", 2)
         assert "needs a chat template" in refused("--model", checkpoint, "--chat")
 
-    def test_a_checkpoint_with_several_answers(self, refused, talking):
+    def test_chat_refuses_several_answers_from_the_checkpoint(self, refused, talking):
         fields = {"do_sample": True, "num_return_sequences": 2}
         (talking / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
         assert "asks for 2: add --num-return-sequences 1" in refused("--model", talking, "--chat")
@@ -276,7 +269,7 @@ class TestInput:
         return [json.loads(line) for line in out.splitlines()]
 
     @pytest.mark.slow
-    def test_lines(self, run, ending, tmp_path):
+    def test_each_input_line_is_answered(self, run, ending, tmp_path):
         (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\nUVW\n", encoding="utf-8")
         options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--slots", 2)
         status, out, err = run(*options)
@@ -292,7 +285,7 @@ class TestInput:
         assert target.read_text(encoding="utf-8") == out
 
     @pytest.mark.slow
-    def test_a_line_has_the_room_that_it_has_alone(self, run, checkpoint, tmp_path):
+    def test_max_length_counts_each_line_separately(self, run, checkpoint, tmp_path):
         (tmp_path / "prompts").write_text("A\nBCDEF\n", encoding="utf-8")
         out = run("--model", checkpoint, "--input", tmp_path / "prompts", "--max-length", 8)[1]
         assert [line["tokens"] for line in self.lines(out)] == [7, 3]
@@ -396,7 +389,7 @@ class TestInput:
         assert "--logprobs adds to the JSON lines of --input" in refused("--model", checkpoint, "A", "--logprobs")
 
     @pytest.mark.slow
-    def test_a_line_that_cannot_continue(self, run, checkpoint, tmp_path):
+    def test_line_that_cannot_continue_is_an_error(self, run, checkpoint, tmp_path):
         # Prompt "ABCDEFGHIJ" contains every token that is still allowed, so banning its 1-grams bans everything.
         tokenizer = Tokenizer.from_pretrained(checkpoint)
         letters = [tokenizer.decode([id]) for id in tokenizer.encode("ABCDEFGHIJ")]
@@ -430,7 +423,7 @@ class TestInput:
         assert json.loads(data)["prompt"] == "é"
         assert data.isascii() == (encoding != "utf-8")
 
-    def test_mistakes(self, refused, checkpoint, tmp_path):
+    def test_bad_input_options_are_refused(self, refused, checkpoint, tmp_path):
         (tmp_path / "prompts").write_bytes(b"A\xff\n")
         assert "line 1: not UTF-8" in refused("--model", checkpoint, "--input", tmp_path / "prompts")
         assert "No such file" in refused("--model", checkpoint, "--input", tmp_path / "nowhere")
@@ -445,7 +438,7 @@ class TestInput:
         assert "exclude each other" in refused(*arguments, "A")
 
 
-def test_system(run, refused, talking, checkpoint, monkeypatch):
+def test_system_message_is_added(run, refused, talking, checkpoint, monkeypatch):
     conversations = []
     render = Tokenizer.render_chat
     monkeypatch.setattr(Tokenizer, "render_chat", lambda self, c: conversations.append(c) or render(self, c))
@@ -454,14 +447,14 @@ def test_system(run, refused, talking, checkpoint, monkeypatch):
     assert "need a chat template" in refused("--model", checkpoint, "A", "--system", "Be brief.")
 
 
-def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
+def test_request_larger_than_memory_is_refused(refused, checkpoint, monkeypatch):
     monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 1000)
     assert "is free" in refused("--model", checkpoint, "A")
 
 
 class TestMeshes:
     @pytest.mark.slow
-    def test_rows_are_divided(self, run, checkpoint):
+    def test_rows_are_divided_over_the_mesh(self, run, checkpoint):
         status, out, _ = run("--model", checkpoint, "--max-new-tokens", 3, "--mesh", "8x1", "A")
         assert (status, out) == (0, "BCD\n")
 
@@ -477,7 +470,7 @@ class TestMeshes:
             (["--processes", "2", "--process", "2"], "--process 2 must be less than --processes 2"),
         ],
     )
-    def test_refused(self, refused, checkpoint, options, message):
+    def test_bad_mesh_options_are_refused(self, refused, checkpoint, options, message):
         if "--processes" in options:
             options = ["--mesh", "8x1", "--coordinator", "localhost:1", *options]
         assert message in refused("--model", checkpoint, *options, "A")
@@ -505,7 +498,7 @@ class TestPrompts:
         assert run("--model", talking, "-n", 2)[0] == 0
         assert rendered == [[{"role": "user", "content": "A\n\nB \n"}]]
 
-    def test_a_file(self, run, refused, checkpoint, tmp_path):
+    def test_prompt_is_read_from_a_file(self, run, refused, checkpoint, tmp_path):
         (tmp_path / "prompt").write_text("AB\n")
         arguments = ("--model", checkpoint, "-f", tmp_path / "prompt")
         assert run(*arguments, "-n", 3) == (0, "CDE\n", "")
@@ -515,7 +508,7 @@ class TestPrompts:
         (tmp_path / "prompt").write_bytes(b"\n")
         assert "is empty: write a prompt" in refused(*arguments)
 
-    def test_stdin_that_cannot_be_read(self, refused, checkpoint, monkeypatch):
+    def test_unreadable_stdin_is_refused(self, refused, checkpoint, monkeypatch):
         for data, words in ((b"", "stdin is empty"), (b"\xff", "stdin: not UTF-8: invalid start byte at byte 1")):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
             assert words in refused("--model", checkpoint)
@@ -527,7 +520,7 @@ class TestPrompts:
 
 class TestDevices:
     @pytest.mark.slow
-    def test_chosen(self, run, checkpoint, monkeypatch):
+    def test_computation_runs_on_the_chosen_device(self, run, checkpoint, monkeypatch):
         used = set()
 
         def watching(params, *arguments, **options):
@@ -548,10 +541,10 @@ class TestDevices:
             ("cpu:-1", "must be cpu, gpu or tpu"),
         ],
     )
-    def test_refused(self, refused, checkpoint, name, words):
+    def test_bad_devices_are_refused(self, refused, checkpoint, name, words):
         assert words in refused("--model", checkpoint, "A", "--device", name)
 
-    def test_a_mesh_takes_all(self, refused, checkpoint):
+    def test_device_number_is_refused_with_a_mesh(self, refused, checkpoint):
         assert "leave out the number" in refused("--model", checkpoint, "A", "--mesh", "8x1", "--device", "cpu:1")
 
 

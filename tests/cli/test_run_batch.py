@@ -34,7 +34,7 @@ def line(number: int, **body) -> str:
         (["in", "in"], "in exists: choose another name, or remove it"),
     ],
 )
-def test_what_is_refused(words, text, tmp_path, monkeypatch, capsys):
+def test_bad_arguments_are_refused(words, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("in").write_text(line(1))
     Path("bad").write_text(line(1) + line(2).replace("chat/completions", "images"))
@@ -44,7 +44,7 @@ def test_what_is_refused(words, text, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_continues(tmp_path):
+def test_killed_run_continues(tmp_path):
     count = 60
     lines = [line(number, seed=number, max_tokens=200, ignore_eos=True) for number in range(count - 1)]
     (tmp_path / "in").write_text("".join([*lines, line(count - 1, max_tokens=0)]))

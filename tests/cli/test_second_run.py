@@ -84,6 +84,6 @@ def test_each_program_is_loaded_once(tmp_path, checkpoint, use):
 
 
 @pytest.mark.slow
-def test_without_the_cache(tmp_path, checkpoint):
+def test_programs_are_compiled_again_without_the_cache(tmp_path, checkpoint):
     assert answer(tmp_path, checkpoint, "--no-compile-cache", "A") == ("BCDEFGHIJKLM\n", [3, 0])
     assert not list(tmp_path.iterdir())

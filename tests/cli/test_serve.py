@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["nowhere", "--port", "0"], "nowhere"),
     ],
 )
-def test_what_is_refused(words, text, capsys):
+def test_bad_arguments_are_refused(words, text, capsys):
     assert main(["serve", *words]) == 2
     error = capsys.readouterr().err
     assert text in error
@@ -49,7 +49,7 @@ def test_what_is_refused(words, text, capsys):
 
 
 @pytest.mark.parametrize("key", ["", "secret\n", "secretключ"])
-def test_an_unusable_key_in_the_environment(key, monkeypatch, capsys):
+def test_unusable_key_in_the_environment_is_refused(key, monkeypatch, capsys):
     monkeypatch.setenv("JAXGEN_API_KEY", key)
     assert main(["serve"]) == 2
     error = capsys.readouterr().err
@@ -58,7 +58,7 @@ def test_an_unusable_key_in_the_environment(key, monkeypatch, capsys):
     assert parse(["--api-key", "good"]).api_key == ["good"]  # which takes precedence
 
 
-def test_a_port_in_use(capsys):
+def test_port_in_use_is_an_error(capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -67,7 +67,7 @@ def test_a_port_in_use(capsys):
 
 
 @pytest.mark.slow
-def test_a_service_from_start_to_end(tmp_path):
+def test_service_starts_answers_and_stops(tmp_path):
     command = [sys.executable, "-m", "jaxgen", "serve", "--port", "0", "--slots", "2", "--prompt-width", "64"]
     command += ["--max-new-tokens", "64", "--api-key", "one", "--api-key", "two", "--name", "mine"]
     command += ["--cors-origin", "http://[::1]:3000", "--response-store-bytes", "0"]

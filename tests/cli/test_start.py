@@ -26,7 +26,7 @@ for words in (["--help"], ["--version"], ["train", "--help"], ["A", "--temp", "1
 """
 
 
-def test_help_and_mistakes_import_no_jax():
+def test_help_and_errors_do_not_import_jax():
     done = subprocess.run([sys.executable, "-c", QUICK], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: jaxgen") == 2
@@ -39,7 +39,7 @@ SCRIPT = "import sys\nfrom jaxgen.__main__ import main\nif __name__ == '__main__
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_users_files_are_not_imported(tmp_path, installed):
+def test_files_in_the_current_directory_are_not_imported(tmp_path, installed):
     work, scripts = tmp_path / "work", tmp_path / "bin"
     for name in ("convert", "jax", "numpy", "tokenizers", "queue", *(["jaxgen"] if installed else [])):
         work.mkdir(exist_ok=True)
@@ -61,26 +61,26 @@ def test_the_users_files_are_not_imported(tmp_path, installed):
 
 
 @pytest.mark.slow
-def test_a_first_answer_needs_three_programs(run):
+def test_first_answer_compiles_three_programs(run):
     jax.clear_caches()
     with compilations() as count:
         assert run("Tell me a story about an owl", "-n", 4)[0] == 0
     assert count == [3]  # one for prefill and the first token, one for the other steps, and one for the end
 
 
-def test_the_key_is_jaxs():
+def test_seed_key_equals_jax_random_key():
     for seed in (0, 1, 2**31 - 1, 2**32 - 1):
         assert seed_key(seed).dtype == jax.random.key(seed).dtype
         assert np.array_equal(jax.random.key_data(seed_key(seed)), jax.random.key_data(jax.random.key(seed)))
 
 
-def test_an_argument_in_utf_8_whatever_the_locale():
+def test_arguments_are_utf_8_in_any_locale():
     text = "Erzähl".encode().decode("ascii", "surrogateescape")  # as Python reads it in an ASCII locale
     assert options.parse([text]).prompt == "Erzähl"
 
 
 @pytest.mark.slow
-def test_a_platform_that_is_not_there():
+def test_missing_platform_is_a_one_line_error():
     environment = {**os.environ, "JAX_PLATFORMS": "foo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -103,7 +103,7 @@ def test_debug_shows_what_is_compiled(run, checkpoint, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_stdout_that_cannot_be_written():
+def test_unwritable_stdout_is_an_error():
     command = [sys.executable, "-m", "jaxgen", "--help"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -63,7 +63,7 @@ def after(monkeypatch, screen):
     return after
 
 
-def test_a_terminal_shows_each_second(screen, after):
+def test_terminal_status_counts_seconds(screen, after):
     screen.is_terminal = True
     with terminal.ticking("starting"):
         assert screen.new() == f"{ERASE}starting"
@@ -86,7 +86,7 @@ def test_a_terminal_shows_each_second(screen, after):
     assert after(40) == ""
 
 
-def test_a_status_after_text(screen, after):
+def test_status_is_drawn_after_text_if_it_fits(screen, after):
     screen.is_terminal = True
     with terminal.ticking():
         for room, drawn, erased in (
@@ -103,7 +103,7 @@ def test_a_status_after_text(screen, after):
 
 
 @pytest.mark.parametrize(("text", "room"), [("a\nowls", 56), ("a\tb", 50), ("ねこ", 56), ("a" * 70, -10)])
-def test_the_room_after_an_answer(screen, monkeypatch, text, room):
+def test_status_is_limited_to_the_space_after_an_answer(screen, monkeypatch, text, room):
     rooms = []
     monkeypatch.setattr(terminal, "show", lambda text, room=None: rooms.append(room))
     monkeypatch.setattr(sys, "stdout", stdout := Screen())
@@ -115,7 +115,7 @@ def test_the_room_after_an_answer(screen, monkeypatch, text, room):
     assert rooms[1:] == [room, sys.maxsize, sys.maxsize]
 
 
-def test_an_interrupt_is_shown(screen, after):
+def test_interrupt_is_shown(screen, after):
     screen.is_terminal = True
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
@@ -132,7 +132,7 @@ def test_an_interrupt_is_shown(screen, after):
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_file_gets_a_line_at_the_latest_every_30_seconds(screen, after):
+def test_stderr_file_gets_a_line_at_least_every_30_seconds(screen, after):
     with terminal.ticking("starting"):
         assert after(1.9) == ""
         terminal.show("loading")
@@ -151,7 +151,7 @@ def test_a_file_gets_a_line_at_the_latest_every_30_seconds(screen, after):
     assert screen.new() == ""
 
 
-def test_a_status_that_is_computed(screen, after):
+def test_status_may_be_a_function(screen, after):
     done = [1]
     line = types.SimpleNamespace(text=lambda: f"{done[0]} of 9").text
     with terminal.ticking():
@@ -164,7 +164,7 @@ def test_a_status_that_is_computed(screen, after):
         assert after(1) == "jaxgen: 5 of 9\n"
 
 
-def test_the_setting_turns_lines_off(screen, after, monkeypatch):
+def test_setting_disables_status_lines(screen, after, monkeypatch):
     monkeypatch.setenv("JAXGEN_PROGRESS", "0")
     with terminal.ticking("starting"):
         assert after(100) == ""
@@ -182,7 +182,7 @@ def test_nothing_is_written_unless_the_command_runs(screen, after):
     terminal.erase()
 
 
-def test_the_status_is_updated_by_itself(screen, monkeypatch):
+def test_status_is_updated_in_the_background(screen, monkeypatch):
     monkeypatch.setattr(terminal, "_INTERVAL", 0.01)
     monkeypatch.setattr("jaxgen.progress.FIRST", 0.0)
     monkeypatch.setattr("jaxgen.progress.NEXT", 0.0)
@@ -207,7 +207,7 @@ def test_compilations_are_not_reported_twice(screen):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_a_run_ends_with_a_summary(screen, monkeypatch, is_on, capsys):
+def test_run_ends_with_a_summary(screen, monkeypatch, is_on, capsys):
     monkeypatch.setenv("JAXGEN_PROGRESS", str(int(is_on)))
     answers = [(0, [{"tokens": 1000}]), (1, [{"tokens": 234}, {"tokens": 0, "error": "e"}])]
     monkeypatch.setattr(many, "_in_batches", lambda *_: answers)

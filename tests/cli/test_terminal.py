@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.terminal import Terminal
-from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "\r\n> "
-
-
-@pytest.fixture
-def talking(copy):
-    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    return copy
 
 
 @pytest.fixture
@@ -140,7 +133,7 @@ def test_one_prompt(start, checkpoint):
 
 
 @pytest.mark.slow
-def test_the_terminal_breaks_long_lines(start, run):
+def test_long_lines_are_left_to_the_terminal(start, run):
     story = ("-n", 64, "Tell me a story about an owl")
     status, exact, _ = run(*story)
     assert status == 0

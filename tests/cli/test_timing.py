@@ -11,14 +11,14 @@ def compile_something() -> None:
     jax.jit(lambda x: jnp.sin(x) * time.perf_counter())(1.0)  # a new constant, so it is not in jax's cache
 
 
-def test_a_streamed_answer():
+def test_timing_of_a_streamed_answer():
     stats = Stats()
     stats.streamed([(10.0, 0.0), (15.0, 4.0), (17.0, 4.0), (20.0, 6.0)])
     assert (stats.first, stats.rest, stats.tokens) == ([5.0], 3.0, 2)
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_an_answer_that_ends_before_its_first_token(count):
+def test_timing_of_an_answer_without_tokens(count):
     stats = Stats()
     stats.streamed([stats.now()] * count)
     assert (stats.first, stats.rest, stats.tokens) == ([], 0.0, 0)

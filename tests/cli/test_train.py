@@ -118,7 +118,7 @@ def flip_a_bit(work: Path, step: int) -> None:
 
 class TestResult:
     @pytest.mark.slow
-    def test_all_weights(self, run, checkpoint, data, tmp_path):
+    def test_training_changes_all_weights(self, run, checkpoint, data, tmp_path):
         status, err = run(steps=80, learning_rate=1e-2, eval_data=data, save_every=30)
         assert status == 0, err
         assert answers(tmp_path / "out") == [answer for _, answer in CHATS]
@@ -134,7 +134,7 @@ class TestResult:
         assert old.keys() <= new.keys()
 
     @pytest.mark.slow
-    def test_low_rank_updates_change_their_targets_only(self, run, checkpoint, data, tmp_path):
+    def test_low_rank_updates_change_only_their_targets(self, run, checkpoint, data, tmp_path):
         status, err = run(**LOW_RANK, eval_data=data)
         assert status == 0, err
         before, after = held_out(err)
@@ -156,7 +156,7 @@ class TestResult:
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
 
     @pytest.mark.slow
-    def test_updates_can_be_kept_as_an_adapter(self, run, checkpoint, data, tmp_path, monkeypatch):
+    def test_save_adapter_writes_an_adapter(self, run, checkpoint, data, tmp_path, monkeypatch):
         assert run(**LOW_RANK, eval_data=data)[0] == 0
         monkeypatch.chdir(checkpoint.parent)
         adapter = LOW_RANK | {"model": checkpoint.name, "out": tmp_path / "adapter", "eval_data": data}
@@ -172,18 +172,18 @@ class TestResult:
         np.testing.assert_allclose(score(attached, ids, cfg).logprobs, expected, atol=1e-4)
 
     @pytest.mark.slow
-    def test_the_epochs_decide_the_steps(self, run, tmp_path):
+    def test_epochs_determine_the_number_of_steps(self, run, tmp_path):
         assert "in 3 rows of 64 tokens" in (err := run(steps=None, epochs=5, report_every=100)[1])
         assert "8 steps of 2 rows" in err
         assert "step 8/8" in err
 
     @pytest.mark.slow
-    def test_fewer_rows_than_a_batch_has(self, run):
+    def test_data_smaller_than_a_batch_is_accepted(self, run):
         status, err = run(width=200, batch=8, accumulate=4)
         assert (status, "1 rows of 200 tokens" in err) == (0, True)
 
     @pytest.mark.slow
-    def test_examples_that_are_too_long(self, run, data):
+    def test_overlong_examples_are_truncated_with_a_warning(self, run, data):
         data.write_text(data.read_text() + '\n{"prompt": "Who?", "completion": "%s"}' % ("A fox. " * 9))
         assert sum(len(example.ids) > 64 for example in read_examples(data, byte_level())) == 1
         status, err = run()
@@ -206,7 +206,7 @@ class TestResult:
         assert err.count("data.jsonl: keys that are not used for training: id") == err.count("warning") == 1
 
     @pytest.mark.slow
-    def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):
+    def test_end_token_is_added_to_the_generation_config(self, run, checkpoint, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "generation_config.json").write_text('{"eos_token_id": 3}')
         status, err = run(model=base)
@@ -218,11 +218,11 @@ class TestResult:
         assert not (tmp_path / "out" / "generation_config.json").exists()
         assert load_hf(tmp_path / "out")[1].eos_token_id == eos
 
-    def test_a_hub_id_is_kept(self):
+    def test_hub_id_is_kept_as_the_base_model(self):
         assert finetune._findable("owner/name@main") == "owner/name@main"
 
     @pytest.mark.slow
-    def test_what_is_ignored_is_named_once(self, run, checkpoint, data, tmp_path):
+    def test_ignored_keys_are_named_once(self, run, checkpoint, data, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         config = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps(config | {"a_new_key": 1}))
@@ -230,7 +230,7 @@ class TestResult:
         assert (status, err.count("a_new_key"), len(held_out(err))) == (0, 1, 2)
 
     @pytest.mark.slow
-    def test_texts_without_an_end(self, run, checkpoint, data, tmp_path):
+    def test_texts_without_an_end_token_draw_a_warning(self, run, checkpoint, data, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         data.write_text('{"text": "Over the hill"}')
@@ -243,7 +243,7 @@ def _is_target(name: str) -> bool:
 
 class TestRecord:
     @pytest.mark.slow
-    def test_the_record_and_its_picture_are_beside_the_weights(self, run, data, tmp_path):
+    def test_record_and_plot_are_written_next_to_the_weights(self, run, data, tmp_path):
         options = {"eval_data": data, "eval_every": 2, "report_every": 4, "steps": 6}
         status, err = run(**options)
         assert status == 0, err
@@ -263,7 +263,7 @@ class TestRecord:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("rank", [0, 4])
-    def test_the_best_weights_are_written_and_training_stops_early(self, run, data, tmp_path, rank):
+    def test_early_stopping_writes_the_best_weights(self, run, data, tmp_path, rank):
         """Training on one text makes another one less likely after a while."""
         other = tmp_path / "other.jsonl"
         other.write_text('{"prompt": "Who are you?", "completion": "A hen."}')
@@ -279,7 +279,7 @@ class TestRecord:
         assert best in saved(tmp_path / "out.training")
 
     @pytest.mark.slow
-    def test_targets(self, run, checkpoint, tmp_path):
+    def test_lora_targets_are_applied(self, run, checkpoint, tmp_path):
         assert run(lora=2, targets="q_proj, down_proj")[0] == 0
         old, new = weights(checkpoint), weights(tmp_path / "out")
         changed = {name.split(".")[-2] for name in old if (old[name] != new[name]).any()}
@@ -288,7 +288,7 @@ class TestRecord:
 
 class TestGoingOn:
     @pytest.mark.slow
-    def test_a_run_that_was_stopped(self, run, tmp_path, monkeypatch):
+    def test_stopped_run_is_resumed(self, run, tmp_path, monkeypatch):
         options = LOW_RANK | {"save_every": 20}
         assert run(**options, out=tmp_path / "whole")[0] == 0
 
@@ -309,7 +309,7 @@ class TestGoingOn:
         assert comparable(tmp_path / "out") == comparable(tmp_path / "whole")
 
     @pytest.mark.slow
-    def test_other_data_or_another_checkpoint(self, run, checkpoint, data, tmp_path, monkeypatch):
+    def test_resuming_with_other_data_or_weights_is_refused(self, run, checkpoint, data, tmp_path, monkeypatch):
         monkeypatch.setattr(finetune, "_write", _interrupt)
         assert run()[0] == 130
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
@@ -320,7 +320,7 @@ class TestGoingOn:
         data.write_text(data.read_text().replace("fox", "cow"))
         assert "of a run with other settings or data" in run()[1]
 
-    def test_two_at_once(self, run, tmp_path):
+    def test_two_runs_in_one_directory_are_refused(self, run, tmp_path):
         with alone_in(tmp_path / "out.training"):
             assert "another process is training in" in run()[1]
         assert not (tmp_path / "out.training").exists()
@@ -349,7 +349,7 @@ class TestGoingOn:
         assert err.endswith("differs from its checksum); remove it to start again\n")
         assert files(tmp_path / "out") == out
 
-    def test_a_truncated_state_alone(self, run, tmp_path):
+    def test_damaged_only_state_is_an_error(self, run, tmp_path):
         work = tmp_path / "out.training"
         write_state(work, {"a": jnp.zeros(9)}, 1, {"finished": False})
         (notes,) = work.rglob("notes.json")
@@ -360,7 +360,7 @@ class TestGoingOn:
         assert err.endswith("remove it to start again\n")
 
     @pytest.mark.slow
-    def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
+    def test_runs_killed_at_random_moments_are_resumed(self, checkpoint, data, tmp_path):
         """A command killed at random moments, even while it writes, resumes and writes bit-identical files."""
 
         def start(out: Path) -> subprocess.Popen:
@@ -436,7 +436,7 @@ class TestMistakes:
             ([], {"dtype": "int8"}, "--dtype"),
         ],
     )
-    def test_options(self, run, tmp_path, monkeypatch, words, options, message):
+    def test_bad_options_are_refused_before_weights_are_read(self, run, tmp_path, monkeypatch, words, options, message):
         monkeypatch.setattr(finetune, "load_hf", lambda path: pytest.fail("the weights were loaded"))
         status, err = run(*words, **options)
         assert (status, err.count("\n")) == (2, 1), err
@@ -444,11 +444,11 @@ class TestMistakes:
         assert message in err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
-    def test_data(self, run, data):
+    def test_bad_data_lines_are_named(self, run, data):
         data.write_text('{"text": "hello"}\n{"txt": "hello"}')
         assert "data.jsonl, line 2: each line must be" in run()[1]
 
-    def test_out_is_in_the_way(self, run, checkpoint, data, tmp_path):
+    def test_existing_output_is_refused(self, run, checkpoint, data, tmp_path):
         assert "--model and --out are both" in run(out=checkpoint)[1]
         (tmp_path / "out").mkdir()
         assert run()[0] == 0
@@ -458,7 +458,7 @@ class TestMistakes:
         assert run("--overwrite")[0] == 0
         assert files(tmp_path / "out") != old
 
-    def test_a_tokenizer_of_another_model(self, run, checkpoint, data, tmp_path):
+    def test_tokens_outside_the_vocabulary_are_refused(self, run, checkpoint, data, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         backend = byte_level_backend()
         backend.add_tokens(["[NEW]"])
@@ -466,12 +466,12 @@ class TestMistakes:
         data.write_text('{"text": "[NEW] words"}')
         assert f"contains the token {VOCABULARY}, but the vocabulary is 0 to {VOCABULARY - 1}" in run(model=base)[1]
 
-    def test_too_little_memory(self, run, monkeypatch):
+    def test_insufficient_memory_is_refused(self, run, monkeypatch):
         monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 1000)
         err = run()[1]
         assert "0.0 MB is free: try --lora 16, a larger --accumulate or a smaller --width" in err
 
-    def test_a_rate_that_is_too_high(self, run, tmp_path):
+    def test_diverging_loss_stops_the_run(self, run, tmp_path):
         status, err = run(steps=50, learning_rate=1e30, warmup=0, report_every=5)
         assert status == 2
         assert "training diverged: the loss is nan at step 5; lower the learning rate" in err
@@ -483,7 +483,7 @@ class TestMistakes:
         assert exit_.value.code == 0
         assert "--lora-alpha" in capsys.readouterr().out
 
-    def test_compiled_programs_are_kept_unless_turned_off(self, data):
+    def test_compile_cache_is_on_unless_disabled(self, data):
         words = ["--data", str(data), "--model", "model", "--out", "out"]
         assert train_options.parse(words).compile_cache is True
         assert train_options.parse([*words, "--no-compile-cache"]).compile_cache is False
@@ -506,7 +506,7 @@ class TestParts:
         assert np.isfinite(losses[0])
 
     @pytest.mark.slow
-    def test_low_rank_updates_take_no_copy_of_the_frozen_weights(self):
+    def test_low_rank_training_does_not_copy_frozen_weights(self):
         def taken(layers: int) -> int:
             model = model_config(**{**SMALL, "hidden_size": 256, "num_hidden_layers": layers})
             cfg = TrainConfig(steps=2, dtype="bfloat16")
@@ -520,7 +520,7 @@ class TestParts:
         layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * SMALL["intermediate_size"]  # weights that get updates
         assert taken(5) - taken(1) < 4 * layer  # copies of 4 layers would take 8 * layer bytes
 
-    def test_training_lets_go_of_what_it_begins_with(self):
+    def test_initial_parameters_are_released(self):
         alive = []
 
         def begin():
@@ -534,7 +534,7 @@ class TestParts:
 
         train(begin(), batches, model=self.MODEL, cfg=self.CFG)
 
-    def test_can_resume_looks_at_the_settings_alone(self, tmp_path):
+    def test_can_resume_compares_only_the_settings(self, tmp_path):
         settings = {"model": self.MODEL, "cfg": self.CFG}
         assert not can_resume(tmp_path, **settings)
         train(random_params(self.MODEL), lambda step: self.rows(2), **settings, directory=tmp_path)
@@ -542,7 +542,7 @@ class TestParts:
         with pytest.raises(InputError, match="other settings"):
             can_resume(tmp_path, **settings, run="another")
 
-    def test_frozen_dicts_are_taken(self):
+    def test_frozen_dict_params_are_accepted(self):
         params = random_params(self.MODEL)
         plain, frozen = (lora.init(p, 2, jax.random.key(0)) for p in (params, flax.core.freeze(params)))
         assert jax.tree.structure(plain) == jax.tree.structure(frozen)

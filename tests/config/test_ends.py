@@ -19,7 +19,7 @@ END, EOS = 260, 262  # <|end|>, and the tokenizer's <|im_end|>
         (END, 262, [END]),  # the model's vocabulary lacks the tokenizer's token
     ],
 )
-def test_the_tokenizers_end_of_turn_is_added(eos, size, ends):
+def test_end_of_turn_of_the_tokenizer_is_added(eos, size, ends):
     cfg = GenerationConfig(model=model_config(vocab_size=size), eos_token_id=eos, pad_token_id=0)
     assert eos_list(with_end_of_turn(cfg, byte_level()).eos_token_id) == ends
 

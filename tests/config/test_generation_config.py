@@ -76,7 +76,7 @@ NEUTRAL = {
 
 
 @pytest.mark.parametrize(("name", "values"), NEUTRAL.items(), ids=NEUTRAL)
-def test_a_neutral_value_is_off_and_reads_as_the_default(name, values):
+def test_neutral_value_is_off_and_equals_the_default(name, values):
     structures = set()
     for value in values:
         cfg = GenerationConfig(top_k=0).replace(**{name: value})
@@ -89,7 +89,7 @@ def test_a_neutral_value_is_off_and_reads_as_the_default(name, values):
     assert jax.tree.structure(on) not in structures
 
 
-def test_what_is_on_shows_under_jit():
+def test_enabled_options_are_static_under_jit():
     cfg = GenerationConfig(temperature=0.5, eos_token_id=[4, 7])
 
     @jax.jit
@@ -246,7 +246,7 @@ def test_stop_strings_per_prompt():
         ({"model": {}}, TypeError, "ModelConfig"),
     ],
 )
-def test_what_is_not_allowed_is_refused(fields, error, message):
+def test_invalid_values_are_refused(fields, error, message):
     with pytest.raises(error, match=message):
         GenerationConfig().replace(**fields)
 
@@ -271,12 +271,12 @@ def test_mode(fields, mode):
     assert GenerationConfig(**fields).mode == mode
 
 
-def test_a_lookup_with_beams_is_refused():
+def test_prompt_lookup_with_beams_is_refused():
     with pytest.raises(ConfigError, match="prompt_lookup_num_tokens works with greedy search and sampling"):
         _ = GenerationConfig(prompt_lookup_num_tokens=3, num_beams=2).mode
 
 
-def test_the_normal_form_resets_what_the_mode_does_not_read():
+def test_normal_form_resets_unread_options():
     sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.5}
     others = {"length_penalty": 2.0, "early_stopping": True, "num_assistant_tokens": 7, "penalty_alpha": 0.5}
     called = {"max_new_tokens": 5, "max_time": 1.0, "stop_strings": "x"}
@@ -308,7 +308,7 @@ def warnings_of(cfg):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_unread_values_of_the_checkpoint_draw_no_warning(copied):
+def test_unread_checkpoint_values_do_not_warn(copied):
     checkpoint = copied(GenerationConfig.from_hf(SAMPLING))
     for fields in ({}, {"num_beams": 4}, {"penalty_alpha": 0.6, "top_k": 4}, {"min_new_tokens": 3}):
         assert warnings_of(checkpoint.replace(do_sample=False, **fields)) == []
@@ -318,7 +318,7 @@ def test_unread_values_of_the_checkpoint_draw_no_warning(copied):
     assert warnings_of(GenerationConfig(temperature=0.5)) == ["greedy_search does not read temperature=0.5"]
 
 
-def test_the_origin_of_a_value_is_not_part_of_the_config():
+def test_origin_of_a_value_does_not_affect_equality():
     checkpoint, mine = GenerationConfig.from_hf(SAMPLING), GenerationConfig(**SAMPLING)
     assert checkpoint == mine
     assert repr(checkpoint) == repr(mine)
@@ -358,12 +358,12 @@ FOREIGN_OFF = {
 }  # fmt: skip
 
 
-def test_each_warper_has_a_foreign_value():
+def test_each_warper_has_an_off_value_of_another_library():
     assert FOREIGN_OFF.keys() == {name for name, option in OPTIONS.items() if option.stage == WARP}
 
 
 @pytest.mark.parametrize(("name", "values"), FOREIGN_OFF.items(), ids=FOREIGN_OFF)
-def test_an_invalid_option_of_a_file_counts_only_if_the_mode_reads_it(name, values):
+def test_invalid_file_option_is_an_error_only_if_the_mode_reads_it(name, values):
     for value in values:
         for mode, fields in (
             ("greedy_search", {}), ("greedy_search", {"do_sample": False}), ("beam_search", {"num_beams": 2}),
@@ -390,7 +390,7 @@ def test_an_invalid_option_that_another_mode_reads():
             GenerationConfig.from_hf({name: -1, "temperature": 0.0})
 
 
-def test_null_in_a_file_means_that_an_option_is_not_set():
+def test_null_in_a_file_leaves_an_option_unset():
     cfg = GenerationConfig.from_hf(dict.fromkeys(OPTIONS) | {"top_k": 50})
     assert cfg == GenerationConfig()
     for name in ("do_sample", "num_beams", "early_stopping"):
@@ -411,7 +411,7 @@ def test_from_and_to_hf():
     json.dumps(cfg.to_hf())
 
 
-def test_numpy_and_jax_scalars_are_fine():
+def test_numpy_and_jax_scalars_are_accepted():
     cfg = GenerationConfig(do_sample=np.bool_(True), num_return_sequences=np.int64(2), max_length=np.int32(9))
     assert cfg == GenerationConfig(do_sample=True, num_return_sequences=2, max_length=9)
     assert GenerationConfig(eos_token_id=jnp.asarray([3, 4])).to_hf() == {"eos_token_id": [3, 4]}
@@ -425,7 +425,7 @@ def test_numpy_and_jax_scalars_are_fine():
     assert through.to_hf() == {"max_new_tokens": 5, "temperature": 0.5}
 
 
-def test_traced_values_get_their_dtype_and_shape_checked():
+def test_dtype_and_shape_of_traced_values_are_checked():
     def on(name, value):
         return jax.jit(lambda value: getattr(GenerationConfig(**{name: value}), name))(value)
 
@@ -459,7 +459,7 @@ def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
         assert through.replace(temperature=1.0) == given
 
 
-def test_biases():
+def test_sequence_biases_become_arrays():
     cfg = GenerationConfig(sequence_bias={(1, 2): 0.5, (3,): -1}, top_k=0)
     sequences, bias = jax.tree.leaves(cfg)
     assert sequences.tolist() == [[1, 2], [3, -1], [-1, -1], [-1, -1]]
@@ -507,7 +507,7 @@ def test_a_copy_costs_only_the_fields_that_change(monkeypatch):
     assert parsed == ["top_p"]
 
 
-def test_is_frozen_and_not_shared():
+def test_config_is_frozen_and_copies_its_inputs():
     cfg = GenerationConfig()
     with pytest.raises(AttributeError):
         cfg.temperature = 2.0
@@ -518,7 +518,7 @@ def test_is_frozen_and_not_shared():
     assert "sequence_bias" in repr(cfg)
 
 
-def test_a_config_is_printed_with_what_differs_from_the_defaults():
+def test_repr_shows_only_values_that_differ_from_the_defaults():
     model = model_config()
     cfg = GenerationConfig(temperature=0.5, do_sample=True, top_p=[0.5, 1.0], model=model)
     shown = "GenerationConfig(do_sample=True, temperature=0.5, top_p=array([0.5, 1. ], dtype=float32), model=<"
@@ -544,17 +544,17 @@ def test_constraints_are_written_as_words():
 
 
 @pytest.mark.parametrize("given", [[], [[]], [[1], []], [[1, 2], [1]], [[1], [1]], [[-1]]])
-def test_alternatives_that_are_refused(given):
+def test_bad_alternatives_are_refused(given):
     with pytest.raises(ConfigError, match="nested_token_ids"):
         DisjunctiveConstraint(given)
 
 
-def test_an_unknown_name_is_not_off():
+def test_on_refuses_unknown_names():
     with pytest.raises(KeyError):
         GenerationConfig().on("temprature")
 
 
-def test_a_greedy_copy():
+def test_greedy_copy_resets_sampling_and_beams():
     given = GenerationConfig(
         model=model_config(), do_sample=True, top_p=0.9, temperature=0.7, num_return_sequences=4, repetition_penalty=1.1
     )

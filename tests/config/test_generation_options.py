@@ -198,7 +198,7 @@ WARNED = {
 }
 
 
-def test_the_tables_have_every_option():
+def test_tables_contain_every_option():
     elsewhere = {"stop_strings", "token_healing", "adapter"}  # these have their own tests
     assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | elsewhere == OPTIONS.keys()
 
@@ -207,7 +207,7 @@ def test_every_refused_option_is_refused():
     assert {option.name for option in OPTIONS.values() if option.refused} <= REFUSED.keys()
 
 
-def test_the_reference_is_that_of_the_code():
+def test_reference_page_is_up_to_date():
     page = reference()
     assert all(page.count(f"\n| `{name}` |") == 1 for name in OPTIONS)
     path = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -215,20 +215,20 @@ def test_the_reference_is_that_of_the_code():
 
 
 @pytest.mark.slow
-def test_without_jit():
+def test_options_work_without_jit():
     with jax.disable_jit():
         assert tokens(4, 5, 6, 7)(run(**SAMPLED | {"top_k": 1}))
 
 
 @pytest.mark.slow  # most cases compile their own programs
 @pytest.mark.parametrize(("name", "case"), WORKS.items(), ids=WORKS)
-def test_works(name, case):
+def test_option_has_its_effect(name, case):
     fields, holds = case
     assert holds(run(**fields))
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED.items(), ids=REFUSED)
-def test_is_refused_by_name(name, case):
+def test_option_is_refused_by_name(name, case):
     fields, error = case
     with pytest.raises(error, match=name):
         run(**fields)
@@ -246,12 +246,12 @@ def test_only_contrastive_search_reads_penalty_alpha():
         run(penalty_alpha=0.6, do_sample=True)
 
 
-def test_what_sampling_reads_draws_no_warning():
+def test_options_that_sampling_reads_do_not_warn():
     assert tokens(4, 5, 6, 7)(run(do_sample=True, top_k=3, temperature=0.01))
 
 
 @pytest.mark.parametrize("fields", [{"low_memory": False}, {"generation_kwargs": {}}, {"is_assistant": False}])
-def test_values_that_ask_for_nothing_are_accepted(fields):
+def test_neutral_values_are_accepted(fields):
     assert tokens(4, 5, 6, 7)(run(**fields))
 
 
@@ -270,7 +270,7 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_ids_outside_of_the_vocabulary_are_refused(fields):
+def test_ids_outside_the_vocabulary_are_refused(fields):
     with pytest.raises(ConfigError, match=f"{next(iter(fields))} contains the token 50.*0 to 49"):
         run(**fields)
 
@@ -339,7 +339,7 @@ def of_row(value, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", PER_PROMPT.values(), ids=PER_PROMPT)
-def test_a_value_per_prompt_is_that_of_the_row_alone(values):
+def test_value_per_prompt_equals_running_each_prompt_alone(values):
     params = random_params(MODEL.model)
     prompts = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
     keys = jax.random.split(jax.random.key(1), 3)

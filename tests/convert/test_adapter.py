@@ -32,12 +32,12 @@ def logits(params, model=MODEL, ids=IDS):
     return np.asarray(forward(model, params, ids).logits)
 
 
-def test_there_are_goldens():
+def test_all_golden_adapters_are_present():
     assert len(ADAPTERS) == 7
 
 
 @pytest.mark.parametrize(("checkpoint", "adapter"), [ADAPTERS[1], *slow(ADAPTERS[0], *ADAPTERS[2:])])
-def test_logits_are_those_of_peft(checkpoint, adapter, tmp_path):
+def test_logits_match_peft(checkpoint, adapter, tmp_path):
     params, cfg = load_hf(PEFT / "checkpoints" / checkpoint)
     attached = load_adapter(PEFT / "adapters" / checkpoint / adapter, params, cfg)
     with np.load(PEFT / "logits" / f"{checkpoint}.{adapter}.npz") as arrays:
@@ -58,7 +58,7 @@ def test_bfloat16_keeps_its_dtype(tmp_path):
     assert {weight.a.dtype, weight.b.dtype} == {jnp.dtype("bfloat16")}
 
 
-def test_what_is_written(tmp_path):
+def test_saved_adapter_has_the_format_of_peft(tmp_path):
     updates = factors(MODEL, 3, 0, ("q_proj", "down_proj"))
     attached = load_adapter(write(tmp_path / "given", updates, lora_alpha=6), PARAMS, CFG)
     save_adapter(attached, CFG, tmp_path / "out", base="some/model")
@@ -90,7 +90,7 @@ def test_what_is_written(tmp_path):
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
     ],
 )
-def test_configs_that_are_refused(config, message, tmp_path):
+def test_bad_adapter_configs_are_refused(config, message, tmp_path):
     folder = write(tmp_path / "a", factors(MODEL, 2, 0), **config)
     with pytest.raises(CheckpointError, match=message):
         load_adapter(folder, PARAMS, CFG)
@@ -105,7 +105,7 @@ def test_configs_that_are_refused(config, message, tmp_path):
         (lambda x: x | {"model.embed_tokens_extra": x["model.layers.0.mlp.up_proj"]}, "has no such matrix"),
     ],
 )
-def test_tensors_that_do_not_fit(change, message, tmp_path):
+def test_mismatched_tensors_are_refused(change, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         load_adapter(write(tmp_path / "a", change(factors(MODEL, 2, 0))), PARAMS, CFG)
 
@@ -124,7 +124,7 @@ def test_fields_that_are_ignored_are_named_in_one_warning(tmp_path):
     np.testing.assert_array_equal(logits(attached), logits(plain))
 
 
-def test_an_adapter_of_a_base_model(tmp_path):
+def test_adapter_of_a_base_model_is_loaded(tmp_path):
     updates = factors(MODEL, 2, 0)
     plain = load_adapter(write(tmp_path / "a", updates), PARAMS, CFG)
     base = {name.removeprefix("model."): pair for name, pair in updates.items()}
@@ -144,7 +144,7 @@ def add(folder, tensors):
     return folder
 
 
-def test_a_saved_embedding_must_be_that_of_the_model(tmp_path):
+def test_saved_embedding_must_equal_the_models(tmp_path):
     updates = factors(MODEL, 2, 0)
     embedding, head = map(np.asarray, (PARAMS["model"]["embed_tokens"]["weight"], PARAMS["lm_head"]["weight"]))
     expected = logits(load_adapter(write(tmp_path / "a", updates), PARAMS, CFG))
@@ -176,7 +176,7 @@ def test_a_saved_embedding_in_files_and_with_8_bits(tmp_path):
         load_adapter(folder, params, cfg)
 
 
-def test_files_beside_an_adapter(tmp_path):
+def test_other_files_next_to_an_adapter_are_ignored(tmp_path):
     folder = write(tmp_path / "a", factors(MODEL, 2, 0))
     save_hf(PARAMS, CFG, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(folder / "model.safetensors")
@@ -206,7 +206,7 @@ def test_a_tied_head_is_refused(tmp_path):
         load_adapter(write(tmp_path / "a", updates), random_params(model), CFG.replace(model=model))
 
 
-def test_parameters_that_cannot_have_one(tmp_path):
+def test_adapters_are_refused_for_fused_or_adapted_params(tmp_path):
     folder = write(tmp_path / "a", factors(MODEL, 2, 0))
     with pytest.raises(InputError, match="fused projections"):
         load_adapter(folder, fuse_projections(PARAMS), CFG)
@@ -223,7 +223,7 @@ def test_parameters_that_cannot_have_one(tmp_path):
         save_hf(attached, CFG, tmp_path / "out")
 
 
-def test_8_bit_weights_can_have_one(tmp_path):
+def test_adapter_is_loaded_onto_8_bit_weights(tmp_path):
     save_hf(PARAMS, CFG, tmp_path / "model")
     updates = factors(MODEL, 2, 0)
     params, cfg = load_hf(tmp_path / "model", quantize="int8")

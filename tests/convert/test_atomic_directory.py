@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_nothing_has_the_targets_name_before_the_end(target):
+def test_target_appears_only_when_complete(target):
     with new_directory(target) as directory:
         fill(directory, "new")
         assert not target.exists()
@@ -37,7 +37,7 @@ def test_nothing_has_the_targets_name_before_the_end(target):
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("existing", [False, True])
-def test_an_error_leaves_everything_as_it_was(target, error, existing):
+def test_error_leaves_the_target_unchanged(target, error, existing):
     if existing:
         target.mkdir()
         fill(target, "old")
@@ -53,7 +53,7 @@ def test_an_error_leaves_everything_as_it_was(target, error, existing):
     assert not existing or (target / "config.json").read_text() == "old"
 
 
-def test_a_failing_rename_puts_the_old_back(target, monkeypatch):
+def test_failed_rename_restores_the_old_target(target, monkeypatch):
     target.mkdir()
     fill(target, "old")
     rename = Path.rename
@@ -70,14 +70,14 @@ def test_a_failing_rename_puts_the_old_back(target, monkeypatch):
     assert (target / "config.json").read_text() == "old"
 
 
-def test_an_empty_directory_may_be_in_the_way(target):
+def test_empty_target_directory_is_replaced(target):
     target.mkdir()
     with new_directory(target) as directory:
         fill(directory, "new")
     assert (target / "config.json").read_text() == "new"
 
 
-def test_a_link_to_a_checkpoint_stays_a_link(tmp_path, target):
+def test_symlink_to_a_checkpoint_is_preserved(tmp_path, target):
     (tmp_path / "real").mkdir()
     fill(tmp_path / "real", "old")
     target.symlink_to("real")
@@ -87,7 +87,7 @@ def test_a_link_to_a_checkpoint_stays_a_link(tmp_path, target):
     assert (tmp_path / "real" / "config.json").read_text() == "new"
 
 
-def test_what_is_never_replaced(tmp_path, target):
+def test_files_and_unrelated_directories_are_never_replaced(tmp_path, target):
     def refusal(overwrite: bool = True) -> str:
         with pytest.raises(CheckpointError) as caught, new_directory(target, overwrite=overwrite):
             pytest.fail("the block must not run")
@@ -108,7 +108,7 @@ def test_what_is_never_replaced(tmp_path, target):
     assert names(tmp_path) == ["out"]
 
 
-def test_a_target_that_appeared_in_the_meantime_is_not_replaced(target):
+def test_target_created_meanwhile_is_not_replaced(target):
     def write():
         with new_directory(target) as directory:
             fill(directory, "new")
@@ -121,7 +121,7 @@ def test_a_target_that_appeared_in_the_meantime_is_not_replaced(target):
     assert (target / "config.json").read_text() == "other"
 
 
-def test_leftovers_are_removed_unless_their_writer_is_alive(tmp_path, target):
+def test_leftovers_of_dead_writers_are_removed(tmp_path, target):
     alive, dead, similar = (tmp_path / f".out.{number}.partial" for number in ("00000000", "11111111", "x"))
     for path in (alive, dead, similar):
         path.mkdir()
@@ -136,7 +136,7 @@ def test_leftovers_are_removed_unless_their_writer_is_alive(tmp_path, target):
     assert names(tmp_path) == [alive.name, similar.name, "out"]
 
 
-def test_an_interrupted_replacement_is_undone_first(target):
+def test_interrupted_replacement_is_undone_first(target):
     replaced(target).mkdir()
     fill(replaced(target), "old")
     with pytest.raises(CheckpointError, match="exists"), new_directory(target):
@@ -146,7 +146,7 @@ def test_an_interrupted_replacement_is_undone_first(target):
 
 
 @pytest.mark.slow
-def test_a_killed_writer_leaves_nothing_partial(tmp_path):
+def test_killed_writer_leaves_no_partial_target(tmp_path):
     command = [sys.executable, "-m", "tests.support.killed_writer", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "intact\n"), done.stderr

@@ -33,7 +33,7 @@ def start(*arguments, program=("-m", "convert"), **options) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_merged(qwen2, tmp_path):
+def test_adapter_is_merged(qwen2, tmp_path):
     params, cfg = load_hf(qwen2, dtype="float32")
     updates = factors(cfg.model, 2, 0)
     adapter = write(tmp_path / "adapter", updates, lora_alpha=6)
@@ -55,7 +55,7 @@ def test_an_adapter_is_merged(qwen2, tmp_path):
 
 
 @pytest.mark.slow
-def test_as_a_process(qwen2, tmp_path):
+def test_command_converts_and_checks_as_a_process(qwen2, tmp_path):
     (qwen2 / "tokenizer.json").write_text("{}")
     with start(qwen2, tmp_path / "out", "--dtype", "bfloat16", "--check") as process:
         out, err = process.communicate(timeout=60)
@@ -81,7 +81,7 @@ def test_progress_is_reported_by_time(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_bad_input_as_a_process():
+def test_bad_input_is_reported_by_the_process():
     with start("Qwen/Qwen2.5-0.5B-Instruct", "out") as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -125,7 +125,7 @@ def test_a_broken_pipe(qwen2):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_list(call, qwen2, sharded):
+def test_list_prints_tensors_and_totals(call, qwen2, sharded):
     status, out, err = call("--list", qwen2)
     lines = out.splitlines()
     assert (status, err, len(lines)) == (0, "", 27)
@@ -135,7 +135,7 @@ def test_list(call, qwen2, sharded):
     assert call("--list", sharded)[1].endswith("in 3 files\n")
 
 
-def test_list_needs_sound_files(call, qwen2):
+def test_list_refuses_damaged_files(call, qwen2):
     (qwen2 / "model.safetensors").write_bytes(b"")
     status, out, err = call("--list", qwen2)
     assert (status, out) == (2, "")
@@ -178,7 +178,7 @@ def test_overwriting(call, qwen2, sharded):
     assert sorted(path.name for path in sharded.iterdir()) == names
 
 
-def test_source_and_destination_must_be_apart(call, qwen2, tmp_path):
+def test_overlapping_source_and_destination_are_refused(call, qwen2, tmp_path):
     for target in (qwen2, qwen2 / "out", tmp_path, qwen2 / ".." / "qwen2"):
         status, _, err = call(qwen2, target, "--overwrite")
         assert status == 2
@@ -186,7 +186,7 @@ def test_source_and_destination_must_be_apart(call, qwen2, tmp_path):
     assert load_hf(qwen2)
 
 
-def test_all_problems_come_in_one_line(call, qwen2, tmp_path):
+def test_all_problems_are_reported_in_one_line(call, qwen2, tmp_path):
     (qwen2 / "config.json").unlink()
     (qwen2 / "model.safetensors").unlink()
     status, out, err = call(qwen2, tmp_path / "out")
@@ -208,14 +208,14 @@ def test_all_problems_come_in_one_line(call, qwen2, tmp_path):
         (["a", "b", "--quick"], "unknown option --quick"),
     ],
 )
-def test_wrong_use(call, arguments, expected):
+def test_bad_arguments_are_refused(call, arguments, expected):
     status, out, err = call(*arguments)
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert expected in err
 
 
-def test_compare_sees_one_flipped_bit_and_absent_tensors(call, qwen2, tmp_path):
+def test_compare_finds_a_flipped_bit_and_missing_tensors(call, qwen2, tmp_path):
     assert call(qwen2, tmp_path / "out", "--dtype", "float16")[0] == 0
     file = tmp_path / "out" / "model.safetensors"
     source, target = open_checkpoint(qwen2), open_checkpoint(tmp_path / "out")
@@ -247,7 +247,7 @@ def test_check_fails_on_a_damaged_destination(call, qwen2, tmp_path, monkeypatch
     assert err.splitlines()[-1] == f"{tmp_path / 'out'}: 1 of 26 tensors differ: model.norm.weight"
 
 
-def test_what_is_ignored_is_said_in_one_line(qwen2, tmp_path, call):
+def test_ignored_keys_are_named_in_one_warning(qwen2, tmp_path, call):
     config = json.loads((qwen2 / "config.json").read_text()) | {"unsloth_fixed": True}
     (qwen2 / "config.json").write_text(json.dumps(config))
     status, _, err = call(qwen2, tmp_path / "out")

@@ -60,7 +60,7 @@ def check_all(found: list[dict], tried: int, record_property) -> None:
 
 
 @pytest.mark.slow
-def test_some_of_each_group(tmp_path, record_property):
+def test_sample_of_damaged_checkpoints_is_refused(tmp_path, record_property):
     expected = cases(SEED, 15)
     assert len(expected) > 100
     assert len({case.group for case in expected}) == 8
@@ -68,20 +68,20 @@ def test_some_of_each_group(tmp_path, record_property):
 
 
 @pytest.mark.slow
-def test_all(tmp_path, record_property):
+def test_all_damaged_checkpoints_are_refused(tmp_path, record_property):
     expected = cases(SEED, 0)
     assert len(expected) > 9000
     check_all(outcomes(tmp_path, 0), len(expected), record_property)
 
 
-def test_there_are_enough_templates():
+def test_number_of_hostile_templates():
     assert len(HOSTILE) >= 60
 
 
 # Tests of functions that the generated cases rely on
 
 
-def test_one_line():
+def test_error_messages_are_one_line():
     assert one_line("a\n  b\x00\ud800") == "a b\\x00\\ud800"
     assert one_line("x" * 50, 10) == "xxxxxx ..."
     assert one_line("é ☃") == "é ☃"
@@ -89,7 +89,7 @@ def test_one_line():
         assert str(error("a\r\nb")) == "a b"
 
 
-def test_problems_beyond_the_first_are_counted():
+def test_further_problems_are_counted():
     error = CheckpointError([f"p{n}\n{n}" for n in range(30)])
     assert len(error.problems) == 30
     lines = str(error).split("\n  - ")
@@ -129,7 +129,7 @@ def test_duplicate_keys_do_not_take_quadratic_time(tmp_path):
         json_file.read_json(file)
 
 
-def test_json_that_is_fine(tmp_path):
+def test_valid_json_is_read(tmp_path):
     file = tmp_path / "x.json"
     file.write_text('{"a": {"b": [1, "\\ud83d\\ude00"]}, "b": -Infinity}')
     assert json_file.read_json(file) == {"a": {"b": [1, "😀"]}, "b": float("-inf")}

@@ -79,7 +79,7 @@ def test_shards(sharded):
     assert cfg.model.dtype == "bfloat16"  # the tensors' dtype, although config.json says float32
 
 
-def test_without_generation_config_the_fields_of_config_json_count(tmp_path):
+def test_generation_fields_of_config_json_are_the_fallback(tmp_path):
     config = QWEN2 | {"temperature": 0.25, "max_length": 33, "use_cache": False, "pad_token_id": None}
     _, cfg = load_hf(write(tmp_path / "x", config, weights(QWEN2)))
     assert (cfg.bos_token_id, cfg.eos_token_id, cfg.temperature, cfg.max_length) == (1, 2, 0.25, 33)
@@ -88,7 +88,7 @@ def test_without_generation_config_the_fields_of_config_json_count(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16, np.dtype(np.float32)])
-def test_a_dtype_is_cast_to_on_the_way(qwen2, dtype):
+def test_load_casts_to_the_requested_dtype(qwen2, dtype):
     params, cfg = load_hf(qwen2, dtype=dtype)
     assert same(params, {name: tensor.astype(np.dtype(dtype)) for name, tensor in weights(QWEN2).items()})
     assert cfg.model.dtype == np.dtype(dtype).name
@@ -101,7 +101,7 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path):
     assert cfg.model.dtype == "bfloat16"
 
 
-def test_a_single_file_of_another_name(qwen2):
+def test_single_file_with_another_name_is_loaded(qwen2):
     (qwen2 / SINGLE).rename(qwen2 / "weights.safetensors")
     assert same(load_hf(qwen2)[0], weights(QWEN2))
     (qwen2 / "more.safetensors").write_bytes(b"")
@@ -109,7 +109,7 @@ def test_a_single_file_of_another_name(qwen2):
     assert "several files (more.safetensors, weights.safetensors)" in problem
 
 
-def test_a_tied_head_is_dropped_if_it_is_the_embedding(tmp_path):
+def test_tied_head_equal_to_the_embedding_is_dropped(tmp_path):
     tensors = weights(QWEN2)
     tied = tensors | {"lm_head.weight": tensors[EMBEDDING]}
     assert same(load_hf(write(tmp_path / "same", QWEN2, tied))[0], tensors)
@@ -124,7 +124,7 @@ def test_saved_rotary_constants_are_ignored(tmp_path):
     assert same(load_hf(write(tmp_path / "x", LLAMA, weights(LLAMA) | constants))[0], weights(LLAMA))
 
 
-def test_options_that_cannot_be_honoured(qwen2):
+def test_bad_load_options_are_refused(qwen2):
     for quantize in ("int4", "", 8):
         with pytest.raises(ConfigError, match=f"'int8', 'none', None or a class with from_matrix, got {quantize!r}"):
             load_hf(qwen2, quantize=quantize)
@@ -137,7 +137,7 @@ def test_options_that_cannot_be_honoured(qwen2):
         load_hf(qwen2, dtype=[16])
 
 
-def test_values_that_do_not_fit_are_reported_together(tmp_path):
+def test_overflowing_values_are_reported_together(tmp_path):
     tensors = weights(QWEN2)
     tensors[NORM][3] = tensors[QUERY][0, 0] = 1e6
     path = write(tmp_path / "x", QWEN2, tensors)
@@ -161,7 +161,7 @@ def test_tensors_of_a_base_model_get_its_prefix(tmp_path, shards):
     assert "model.layers.0.more.weight [3] is unexpected" in problem
 
 
-def test_a_base_model_without_a_head(tmp_path):
+def test_base_model_without_a_head_is_refused(tmp_path):
     stored = {
         name.removeprefix("model."): tensor for name, tensor in weights(LLAMA).items() if name != "lm_head.weight"
     }
@@ -180,7 +180,7 @@ def test_heads_for_other_tasks_are_ignored_with_a_warning(tmp_path):
         assert all(head in str(seen[0].message) for head in heads)
 
 
-def test_everything_ignored_is_named_in_one_warning(tmp_path):
+def test_ignored_keys_and_tensors_are_named_in_one_warning(tmp_path):
     config = QWEN2 | {"unsloth_fixed": True, "transformers.js_config": {}}
     config["rope_scaling"] = {"type": "linear", "factor": 2.0, "finetuned": True}
     generation = GENERATION | {"cache_implementation": "dynamic", "of_a_trainer": 3}
@@ -197,7 +197,7 @@ def test_everything_ignored_is_named_in_one_warning(tmp_path):
     assert (cfg.cache_implementation, cfg.temperature) == (None, 0.5)
 
 
-def test_other_files_in_the_directory_do_not_matter(qwen2):
+def test_other_files_in_the_directory_are_ignored(qwen2):
     for name in ("adapter_model.safetensors", "value_head.safetensors", "training_args.bin", "pytorch_model.bin"):
         (qwen2 / name).write_bytes(b"PK")
     assert same(load_hf(qwen2)[0], weights(QWEN2))
@@ -206,7 +206,7 @@ def test_other_files_in_the_directory_do_not_matter(qwen2):
 # Faulty checkpoints
 
 
-def test_everything_wrong_is_reported_together(tmp_path):
+def test_all_problems_are_reported_together(tmp_path):
     tensors = weights(QWEN2)
     del tensors[NORM]
     tensors[QUERY] = tensors[QUERY][:8]
@@ -235,7 +235,7 @@ def test_names_with_a_prefix_are_among_the_problems_shown(tmp_path):
     assert f"_orig_mod.{EMBEDDING} [40, 16] is unexpected" in shown
 
 
-def test_an_adapter_is_not_a_model(qwen2):
+def test_loading_an_adapter_as_a_model_is_refused(qwen2):
     (qwen2 / SINGLE).rename(qwen2 / "adapter_model.safetensors")
     (problem,) = problems(qwen2)
     assert problem == (
@@ -258,7 +258,7 @@ def test_config_json(qwen2):
     assert len(problems(qwen2)) == 2
 
 
-def test_an_eos_token_that_can_never_come(qwen2):
+def test_eos_token_outside_the_vocabulary_draws_a_warning(qwen2):
     edit(qwen2 / "generation_config.json", eos_token_id=[2, 40, 10**9])
     with pytest.warns(
         JaxgenWarning, match=r"generation_config\.json: eos_token_id has \[40, 1000000000\], which never"
@@ -271,7 +271,7 @@ def test_an_eos_token_that_can_never_come(qwen2):
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 10_000}, {"head_dim": 10**9}, {"vocab_size": 2**31 - 1}])
-def test_a_config_far_larger_than_the_files(qwen2, changes):
+def test_config_much_larger_than_the_files_is_refused(qwen2, changes):
     edit(qwen2 / "config.json", **changes)
     with bounded():
         found = problems(qwen2)
@@ -284,7 +284,7 @@ def test_generation_config_json(qwen2):
     assert problem.startswith(f"{qwen2 / 'generation_config.json'}: do_sample must be")
 
 
-def test_no_weights(qwen2):
+def test_directory_without_weights_is_refused(qwen2):
     (qwen2 / SINGLE).unlink()
     assert "no *.safetensors: download" in problems(qwen2)[0]
     (qwen2 / "pytorch_model.bin").write_bytes(b"")
@@ -293,14 +293,14 @@ def test_no_weights(qwen2):
     assert "save_pretrained" in problem
 
 
-def test_a_link_to_a_file_that_is_gone(qwen2):
+def test_dangling_link_is_reported(qwen2):
     (qwen2 / SINGLE).unlink()
     (qwen2 / SINGLE).symlink_to("absent")
     (problem,) = problems(qwen2)
     assert problem.startswith(f"{qwen2 / SINGLE}: No such file")
 
 
-def test_paths_that_are_not_directories(qwen2, tmp_path, monkeypatch):
+def test_path_that_is_not_a_directory_is_refused(qwen2, tmp_path, monkeypatch):
     assert "is a file: pass the directory that contains it" in problems(qwen2 / SINGLE)[0]
     assert "pass a local checkpoint directory" in problems(tmp_path / "absent")[0]
     assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
@@ -340,7 +340,7 @@ def test_the_index(sharded):
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}])
-def test_an_index_that_names_no_files(sharded, weight_map):
+def test_index_without_files_is_refused(sharded, weight_map):
     edit(sharded / INDEX, weight_map=weight_map)
     (problem,) = problems(sharded)
     assert problem.startswith(f"{sharded / INDEX}: weight_map must map each tensor to the name of a file")
@@ -368,7 +368,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, QWEN3, MISTRAL], ids=lambda config: config["model_type"])
-def test_a_round_trip_keeps_every_byte(tmp_path, config, dtype):
+def test_round_trip_preserves_every_byte(tmp_path, config, dtype):
     tensors = weights(config, dtype)
     params, cfg = load_hf(write(tmp_path / "a", config, tensors, GENERATION))
     save_hf(params, cfg, tmp_path / "b")
@@ -422,7 +422,7 @@ def test_mixed_dtypes_are_kept_and_the_config_has_the_embeddings_dtype(tmp_path)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float16"
 
 
-def test_a_wrong_tree_is_refused_with_a_list_of_its_errors(tmp_path, qwen2):
+def test_all_errors_of_a_wrong_tree_are_listed(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     del params["model"]["norm"]
     params["lm_head"] = {"weight": jnp.ones((40, 16))}
@@ -448,7 +448,7 @@ def test_a_wrong_tree_is_refused_with_a_list_of_its_errors(tmp_path, qwen2):
     assert not (tmp_path / "b").exists()
 
 
-def test_what_save_cannot_take(tmp_path, qwen2):
+def test_save_refuses_traced_or_wrong_arguments(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     with pytest.raises(CheckpointError, match=r"params are traced: call save_hf outside of jax\.jit"):
         jax.jit(lambda params: save_hf(params, cfg, tmp_path / "b"))(params)
@@ -466,7 +466,7 @@ def test_what_save_cannot_take(tmp_path, qwen2):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_attached_updates_must_be_merged(tmp_path, qwen2, fused):
+def test_save_refuses_attached_low_rank_updates(tmp_path, qwen2, fused):
     params, cfg = load_hf(qwen2)
     updates = lora.init(params, 2, jax.random.key(0), ("q_proj", "up_proj"))
     attached = lora.attach(params, updates, 0.5)
@@ -480,7 +480,7 @@ def test_attached_updates_must_be_merged(tmp_path, qwen2, fused):
     save_hf(lora.merge(params, updates, 0.5), cfg, tmp_path / "b")
 
 
-def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
+def test_overwriting_keeps_only_the_tokenizer(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     (qwen2 / "tokenizer.json").write_text("{}")
     (qwen2 / "pytorch_model.bin").write_text("old")
@@ -492,7 +492,7 @@ def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
     assert same(load_hf(qwen2)[0], {name: tensor + 1 for name, tensor in weights(QWEN2).items()})
 
 
-def test_a_tokenizer_is_saved_with_the_model(tmp_path, qwen2):
+def test_tokenizer_is_saved_with_the_model(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     cfg = cfg.replace(model=dataclasses.replace(cfg.model, vocab_size=300))
     table = np.zeros((300, cfg.model.hidden_size), np.float32)
@@ -514,7 +514,7 @@ def test_a_tokenizer_is_saved_with_the_model(tmp_path, qwen2):
     assert not (tmp_path / "c").exists()
 
 
-def test_options_of_a_loop_are_not_saved(tmp_path, qwen2):
+def test_options_of_a_call_are_not_saved(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     loop = cfg.replace(num_return_sequences=3, do_sample=True, temperature=[0.5, 0.7], top_k=None, max_new_tokens=7)
     save_hf(params, loop, tmp_path / "b")
@@ -540,7 +540,7 @@ def test_saving_a_deleted_array_keeps_the_old_checkpoint(tmp_path, qwen2):
 
 
 @pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-qwen2-hf", "babyllama105-hf"])
-def test_real_checkpoints_come_back_byte_for_byte(data, tmp_path, name):
+def test_real_checkpoints_round_trip_byte_for_byte(data, tmp_path, name):
     source = data / "checkpoints" / name
     params, cfg = load_hf(source)
     save_hf(params, cfg, tmp_path / "b")
@@ -567,7 +567,7 @@ def run(code: str, *arguments) -> str:
 
 
 @pytest.mark.slow
-def test_importing_takes_no_torch_and_no_device():
+def test_import_does_not_import_torch_or_initialize_a_device():
     code = (
         "import sys, convert, convert.__main__\n"
         "from jax._src import xla_bridge\n"
@@ -614,7 +614,7 @@ def half_billion(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", "float32"])
-def test_the_peak_of_loading_and_saving_is_the_parameters(half_billion, tmp_path, dtype):
+def test_peak_memory_of_loading_and_saving_is_the_parameters(half_billion, tmp_path, dtype):
     path, size = half_billion
     size *= 2 if dtype else 1
     loading, saving = map(int, run(PEAK + LOAD_AND_SAVE, path, tmp_path / "out", dtype).split())
@@ -626,7 +626,7 @@ def test_the_peak_of_loading_and_saving_is_the_parameters(half_billion, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", "float32"])
-def test_the_peak_of_converting_is_one_shard(half_billion, tmp_path, dtype):
+def test_peak_memory_of_converting_is_one_shard(half_billion, tmp_path, dtype):
     path, size = half_billion
     limit = f"convert.shards.MAX_SHARD = {size // 3}\n"
     *_, peak = run(PEAK + limit + CONVERT + "print(peak() - before)", path, tmp_path / "out", dtype).split()

@@ -270,7 +270,7 @@ def test_unavailable_models_are_one_line_errors(fetch, hub):
 
 
 @pytest.mark.slow
-def test_without_a_connection(fetch):
+def test_missing_connection_is_an_error(fetch):
     ((kind, text),) = fetch("owner/model", HF_ENDPOINT=closed_port())
     assert kind == "InputError"
     assert "owner/model is not a directory here and cannot be downloaded" in text
@@ -282,7 +282,7 @@ def test_without_a_connection(fetch):
 
 
 @pytest.mark.slow
-def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
+def test_interrupted_download_is_an_error(fetch, hub, checkpoint, tmp_path):
     """Old releases of huggingface_hub fail, and new ones resume the download. Neither uses a partial file."""
     hub.cuts = 10**6
     ((kind, text),) = fetch("owner/model")
@@ -303,7 +303,7 @@ def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("sent", ["../../../../evil", *slow("/tmp/evil", "..", ".", "x" * 5000, "a/b", "\\\\host\\x")])
 @pytest.mark.parametrize("field", ["commit", "etag"])
-def test_a_server_cannot_name_files_outside_of_the_cache(fetch, hub, tmp_path, monkeypatch, field, sent):
+def test_server_cannot_name_files_outside_the_cache(fetch, hub, tmp_path, monkeypatch, field, sent):
     monkeypatch.setattr(hub, field, sent)
     for kind, text in fetch("owner/model", f"owner/model@{COMMIT}"):
         assert kind == "InputError"
@@ -355,29 +355,29 @@ def test_a_directory_is_returned_as_it_is(tmp_path, monkeypatch):
         "/" * 9999,
     ],
 )
-def test_neither_a_directory_nor_an_id(text):
+def test_text_that_is_neither_a_directory_nor_an_id_is_refused(text):
     with pytest.raises(InputError, match="is neither a directory nor a hub id, such as"):
         local_directory(text)
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/x", "a\0b", "a\n", "x" * 300, "a/../b", "é"])
-def test_what_is_not_a_revision(revision):
+def test_bad_revisions_are_refused(revision):
     with pytest.raises(InputError, match=r"is not a revision of owner/model|is neither a directory"):
         local_directory(f"owner/model@{revision}")
 
 
-def test_a_very_long_id():
+def test_very_long_id_is_refused():
     with pytest.raises(InputError) as caught:
         local_directory("a" * 5000)
     assert len(str(caught.value)) < 600
 
 
-def test_a_file(checkpoint):
+def test_file_in_place_of_a_directory_is_refused(checkpoint):
     with pytest.raises(InputError, match=r"config\.json is a file: pass the directory"):
         local_directory(checkpoint / "config.json")
 
 
-def test_without_huggingface_hub(monkeypatch):
+def test_missing_huggingface_hub_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r'owner/model is not a directory: .*pip install -e "\.\[hub\]"'):
         local_directory("owner/model")

@@ -39,7 +39,7 @@ def problems(path) -> list[str]:
     return caught.value.problems
 
 
-def test_each_number_is_the_nearest(tmp_path):
+def test_each_number_is_rounded_to_nearest(tmp_path):
     tensors = weights(QWEN2)
     tensors[QUERY][3] = 0
     params, cfg = load_hf(write(tmp_path / "x", QWEN2, tensors), quantize="int8")
@@ -56,7 +56,7 @@ def test_each_number_is_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_directory_loads_as_what_was_quantized(qwen2, int8, dtype):
+def test_quantized_directory_loads_like_quantizing_on_load(qwen2, int8, dtype):
     assert (int8 / FILE).is_file()
     assert not list(int8.glob("model.safetensors*"))
     params, cfg = load_hf(int8, dtype=dtype)
@@ -66,7 +66,7 @@ def test_a_directory_loads_as_what_was_quantized(qwen2, int8, dtype):
     assert same(load_hf(int8, quantize="int8", dtype=dtype)[0], expected)
 
 
-def test_the_dtype_is_that_of_the_matrices(tmp_path, call):
+def test_model_dtype_is_the_dtype_of_the_matrices(tmp_path, call):
     mixed = weights(QWEN2, "bfloat16") | {"model.norm.weight": weights(QWEN2)["model.norm.weight"]}
     source = write(tmp_path / "mixed", QWEN2, mixed)
     assert call(source, tmp_path / "int8", "--quantize", "int8")[0] == 0
@@ -76,7 +76,7 @@ def test_the_dtype_is_that_of_the_matrices(tmp_path, call):
         assert params["model"]["norm"]["weight"].dtype == "float32"
 
 
-def test_it_generates_and_is_saved_again(int8, tmp_path):
+def test_quantized_model_generates_and_is_saved_again(int8, tmp_path):
     params, cfg = load_hf(int8)
     out = generate(params, [[3, 4, 5]], None, cfg.replace(do_sample=False, temperature=None, max_new_tokens=4))
     assert out.sequences.shape == (1, 7)
@@ -114,7 +114,7 @@ def rounded(path) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_reverse_conversion(qwen2, int8, tmp_path, call, dtype):
+def test_quantize_none_dequantizes(qwen2, int8, tmp_path, call, dtype):
     expected = {name: x.astype(np.dtype(dtype or "float32")) for name, x in rounded(int8).items()}
     assert (
         call(int8, tmp_path / "back", "--quantize", "none", "--check", *(["--dtype", dtype] if dtype else []))[0] == 0
@@ -139,7 +139,7 @@ def test_dequantized_matrices_have_the_dtype_of_the_config(tmp_path, call):
     assert same(params, load_hf(source, quantize="none")[0]) is False  # the weights stay rounded
 
 
-def test_a_dtype_needs_to_know_which_tensors_it_is_for(int8, tmp_path, call):
+def test_dtype_alone_is_ambiguous_for_quantized_weights(int8, tmp_path, call):
     status, out, err = call(int8, tmp_path / "x", "--dtype", "bfloat16")
     assert (status, out) == (2, "")
     assert (
@@ -152,7 +152,7 @@ def test_a_dtype_needs_to_know_which_tensors_it_is_for(int8, tmp_path, call):
     assert params["model"]["norm"]["weight"].dtype == cfg.model.dtype == "bfloat16"
 
 
-def test_a_matrix_turned_back_that_is_too_large(int8, tmp_path, call):
+def test_dequantized_overflow_is_reported(int8, tmp_path, call):
     arrays = load_file(int8 / FILE)
     arrays[f"{QUERY}_scale"][3] = 1e30
     save_file(arrays, int8 / FILE)
@@ -162,7 +162,7 @@ def test_a_matrix_turned_back_that_is_too_large(int8, tmp_path, call):
     assert "too large for float16" in err
 
 
-def test_over_a_mesh(qwen2, int8):
+def test_quantized_weights_load_over_a_mesh(qwen2, int8):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     expected = load_hf(int8)[0]
     for path, quantize in ((int8, None), (qwen2, "int8")):
@@ -177,7 +177,7 @@ def test_over_a_mesh(qwen2, int8):
     assert {shard.data.shape for shard in down.addressable_shards} == {(16, 12)}
 
 
-def test_damaged_directories(int8, tmp_path):
+def test_damaged_directories_are_refused(int8, tmp_path):
     good = load_file(int8 / FILE)
     scale = f"{QUERY}_scale"
 
@@ -199,7 +199,7 @@ def test_damaged_directories(int8, tmp_path):
     assert problems(int8) == [f"{int8} has quantized weights, {FILE}, and others: remove one of the two"]
 
 
-def test_a_matrix_that_is_not_finite(tmp_path):
+def test_non_finite_matrix_is_refused(tmp_path):
     tensors = weights(QWEN2)
     tensors[QUERY][2, 5] = np.inf
     path = write(tmp_path / "x", QWEN2, tensors)
@@ -207,7 +207,7 @@ def test_a_matrix_that_is_not_finite(tmp_path):
         load_hf(path, quantize="int8")
 
 
-def test_heads_are_pooled_before(qwen2, int8, tmp_path, call):
+def test_heads_are_pooled_before_quantizing(qwen2, int8, tmp_path, call):
     assert call(qwen2, tmp_path / "pooled", "--kv-heads", 1)[0] == 0
     assert call(qwen2, tmp_path / "both", "--kv-heads", 1, "--quantize", "int8", "--check")[0] == 0
     assert same(load_hf(tmp_path / "both")[0], load_hf(tmp_path / "pooled", quantize="int8")[0])

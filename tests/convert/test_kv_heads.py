@@ -106,7 +106,7 @@ def test_the_mean_is_taken_in_float32_and_rounded_once(call, tmp_path, qwen2, mo
         assert naive.tobytes() != pooled(tensors, 1)[KEYS].tobytes()
 
 
-def test_groups_of_three(call, tmp_path):
+def test_groups_of_three_heads_are_averaged(call, tmp_path):
     config = LLAMA | {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6}
     tensors = weights(config)
     assert call(write(tmp_path / "x", config, tensors), tmp_path / "out", "--kv-heads", 2)[0] == 0
@@ -114,7 +114,7 @@ def test_groups_of_three(call, tmp_path):
 
 
 @pytest.mark.parametrize(("config", "kv_heads"), FEWER)
-def test_equal_heads_make_an_equal_model(call, tmp_path, config, kv_heads):
+def test_pooling_equal_heads_preserves_the_model(call, tmp_path, config, kv_heads):
     """The mean of equal heads is the head itself, so if the heads are grouped correctly, the models are equal."""
 
     def arrange(path, order):
@@ -134,7 +134,7 @@ def test_equal_heads_make_an_equal_model(call, tmp_path, config, kv_heads):
 
 
 @pytest.mark.parametrize("kv_heads", [3, 0, -2, 4, 8])
-def test_numbers_that_do_not_fit(call, tmp_path, kv_heads):
+def test_indivisible_head_counts_are_refused(call, tmp_path, kv_heads):
     source = write(tmp_path / "x", LLAMA | FOUR_HEADS, weights(LLAMA | FOUR_HEADS))
     status, out, err = call(source, tmp_path / "out", "--kv-heads", kv_heads)
     assert (status, out) == (2, "")
@@ -143,7 +143,7 @@ def test_numbers_that_do_not_fit(call, tmp_path, kv_heads):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_single_head_cannot_be_pooled(call, tmp_path):
+def test_single_head_cannot_be_pooled(call, tmp_path):
     config = LLAMA | {"num_key_value_heads": 1}
     status, _, err = call(write(tmp_path / "x", config, weights(config)), tmp_path / "out", "--kv-heads", 1)
     assert status == 2
@@ -157,13 +157,13 @@ def test_a_single_head_cannot_be_pooled(call, tmp_path):
         (["a", "--list", "--kv-heads", "0"], "--list needs a source and nothing else"),
     ],
 )
-def test_wrong_use(call, arguments, expected):
+def test_bad_arguments_are_refused(call, arguments, expected):
     status, out, err = call(*arguments)
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert expected in err
 
 
-def test_a_pooled_value_that_does_not_fit(call, tmp_path):
+def test_overflowing_mean_is_refused(call, tmp_path):
     config = LLAMA | FOUR_HEADS
     tensors = weights(config)
     tensors[KEYS][:2, 0] = 1e5, 1e30
@@ -176,7 +176,7 @@ def test_a_pooled_value_that_does_not_fit(call, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_check_compares_what_was_pooled(call, tmp_path):
+def test_check_compares_pooled_tensors(call, tmp_path):
     config = QWEN2 | FOUR_HEADS
     source = write(tmp_path / "x", config, weights(config))
     assert call(source, tmp_path / "out", "--kv-heads", 2)[0] == 0
@@ -198,7 +198,7 @@ def to_numpy(params):
 
 
 @pytest.mark.parametrize("form", [dict, to_numpy, freeze])
-def test_parameters(tmp_path, form):
+def test_pooling_loaded_parameters(tmp_path, form):
     tensors = weights(QWEN2 | FOUR_HEADS, "bfloat16")
     params, cfg = load_hf(write(tmp_path / "x", QWEN2 | FOUR_HEADS, tensors))
     params = form(params)
@@ -213,14 +213,14 @@ def test_parameters(tmp_path, form):
     assert load_hf(tmp_path / "out")[1] == smaller
 
 
-def test_parameters_under_jit(tmp_path):
+def test_pooling_under_jit(tmp_path):
     tensors = weights(LLAMA | FOUR_HEADS)
     params, cfg = load_hf(write(tmp_path / "x", LLAMA | FOUR_HEADS, tensors))
     result = jax.jit(lambda params: pool_kv_heads(params, cfg, 2)[0])(params)
     assert bits(flat(result)) == bits(pooled(tensors, 2))
 
 
-def test_parameters_that_do_not_fit(tmp_path):
+def test_mismatched_parameters_are_refused(tmp_path):
     params, cfg = load_hf(write(tmp_path / "x", LLAMA | FOUR_HEADS, weights(LLAMA | FOUR_HEADS)))
     with pytest.raises(CheckpointError, match=r"variables\['params'\]"):
         pool_kv_heads({"params": params}, cfg, 2)

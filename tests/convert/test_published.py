@@ -15,7 +15,7 @@ from tests.support.checkpoints import weights, write
 from tests.support.models import slow
 from tests.support.published import BASE_MODELS, LOADED, REFUSED
 
-# One of each form of file; the others differ only in values that `test_models` compares.
+# One of each form of file; the others differ only in values that `test_published_configs_are_read` compares.
 FORMS = (
     "llama-7b-hf (2023-03)", "SmolLM2-360M-Instruct", "granite-8b-code-base", "Mistral-Nemo-Instruct-2407",
     "Yarn-Mistral-7b-128k", "Qwen2.5-7B-Instruct-1M", "Qwen3-Embedding-0.6B", "DeepSeek-R1-0528-Qwen3-8B",
@@ -34,14 +34,14 @@ def noted(call, ignored):
     return result
 
 
-def test_there_are_enough():
+def test_number_of_published_configs():
     types = [published.config["model_type"] for published in LOADED.values()]
     assert len(LOADED) >= 60
     assert min(map(types.count, ("llama", "mistral", "qwen2", "qwen3"))) >= 8
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_models(name):
+def test_published_configs_are_read(name):
     expected = LOADED[name]
     model = noted(lambda: ModelConfig.from_hf(expected.config), expected.ignored)
     assert (model.num_attention_heads, model.num_key_value_heads, model.head_dim) == (
@@ -56,7 +56,7 @@ def test_models(name):
 
 
 @pytest.mark.parametrize("name", [*FORMS, *slow(*(name for name in LOADED if name not in FORMS))])
-def test_checkpoints(tmp_path, name):
+def test_checkpoints_with_published_configs_are_loaded(tmp_path, name):
     expected = LOADED[name]
     filled = {"num_key_value_heads": expected.kv_heads, "tie_word_embeddings": expected.tied}
     tensors = weights(expected.config | filled, "bfloat16")
@@ -87,7 +87,7 @@ def biases(published) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_right_refusals(name):
+def test_unsupported_published_configs_are_refused(name):
     config, message = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_hf(config)

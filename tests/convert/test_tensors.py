@@ -48,7 +48,7 @@ def file(tmp_path) -> Path:
 
 @same_folder
 @given(layouts)
-def test_a_file_reads_back_and_is_the_librarys(tmp_path, layout):
+def test_file_round_trips_and_equals_the_librarys(tmp_path, layout):
     file, other, arrays = tmp_path / "ours", tmp_path / "theirs", draw(layout)
     file.unlink(missing_ok=True)
     write_file(file, arrays)
@@ -63,7 +63,7 @@ def test_a_file_reads_back_and_is_the_librarys(tmp_path, layout):
         assert content[tensor.offset : tensor.offset + tensor.nbytes] == array.tobytes()
 
 
-def test_arrays_of_any_layout_are_written_in_order(file):
+def test_arrays_of_any_layout_are_written(file):
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
     arrays = {"fortran": np.asfortranarray(matrix), "strided": matrix[::2, ::2], "jax": jnp.asarray(matrix)}
     write_file(file, arrays)
@@ -71,13 +71,13 @@ def test_arrays_of_any_layout_are_written_in_order(file):
     assert all(same_bits(tensors[name].read(), np.array(array)) for name, array in arrays.items())
 
 
-def test_a_file_is_as_readable_as_any_other(file, tmp_path):
+def test_file_has_default_permissions(file, tmp_path):
     write_file(file, {"x": np.ones(2, np.float32)})
     (tmp_path / "other").write_text("")
     assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_file_that_cannot_be_written(file, monkeypatch):
+def test_unwritable_file_is_an_error(file, monkeypatch):
     def fail(*arguments, **options):
         raise SafetensorError("I/O error: No space left on device")
 
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_written(file, monkeypatch):
 
 @pytest.mark.parametrize("source", FLOATS, ids=str)
 @pytest.mark.parametrize("target", FLOATS, ids=str)
-def test_a_cast_is_numpys(file, monkeypatch, source, target):
+def test_cast_equals_numpys(file, monkeypatch, source, target):
     monkeypatch.setattr("convert.tensors.CHUNK", 1000)
     bits = (
         np.arange(1 << 16, dtype=np.uint16) if source.itemsize == 2 else np.arange(0, 1 << 32, 65537, dtype=np.uint32)
@@ -106,7 +106,7 @@ def test_a_cast_is_numpys(file, monkeypatch, source, target):
     assert read.tobytes() == expected.tobytes()
 
 
-def test_a_value_that_becomes_infinite_is_an_error(file):
+def test_overflow_to_infinity_is_an_error(file):
     save_file({"x": np.array([1, 65504, 65520, -1e30, np.inf], np.float32)}, file)
     tensor = read_header(file)["x"]
     assert tensor.read(np.dtype(jnp.bfloat16))[0] == 1
@@ -114,7 +114,7 @@ def test_a_value_that_becomes_infinite_is_an_error(file):
         tensor.read(np.dtype(np.float16))
 
 
-def test_reads_are_independent(file):
+def test_each_read_returns_a_new_array(file):
     save_file({"x": np.arange(9, dtype=np.float32)}, file)
     tensor = read_header(file)["x"]
     first, second = tensor.read(), tensor.read(FLOATS[0])
@@ -122,7 +122,7 @@ def test_reads_are_independent(file):
     assert second.tolist() == [*range(9)]
 
 
-def test_same_bits():
+def test_same_bits_compares_bits_shape_and_dtype():
     zero, nan = np.zeros(2, np.float32), np.full(2, np.nan, np.float32)
     assert same_bits(nan, nan)
     assert not same_bits(zero, -zero)
@@ -130,7 +130,7 @@ def test_same_bits():
     assert not same_bits(zero, zero.reshape(2, 1))
 
 
-def test_a_file_cut_after_its_header_was_read(file):
+def test_truncation_after_the_header_was_read_is_detected(file):
     save_file({"x": np.arange(9, dtype=np.float32)}, file)
     tensor = read_header(file)["x"]
     file.write_bytes(file.read_bytes()[:-4])
@@ -138,7 +138,7 @@ def test_a_file_cut_after_its_header_was_read(file):
         tensor.read()
 
 
-def test_a_file_cut_while_it_is_open(file):
+def test_truncation_of_an_open_file_is_detected(file):
     """Reading through the library's memory map would kill the process with SIGBUS."""
     save_file({"x": np.zeros(1 << 20, np.float32)}, file)
     with _open(file) as opened:
@@ -147,7 +147,7 @@ def test_a_file_cut_while_it_is_open(file):
             opened.get_tensor("x")
 
 
-def test_every_truncation_is_noticed(file):
+def test_every_truncation_is_detected(file):
     save_file({"some.weight": np.arange(6, dtype=np.float32), "b": np.ones(2, np.float16)}, file)
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -161,7 +161,7 @@ def test_every_truncation_is_noticed(file):
             assert ("some.weight" in problem) == (size < start + 24)
 
 
-def test_a_flipped_header_byte_is_noticed_or_changes_no_place(file):
+def test_flipped_header_byte_is_detected_or_harmless(file):
     arrays = {"w": np.arange(6, dtype=np.float32), "b": np.ones(2, np.float16)}
     save_file(arrays, file)
     content = file.read_bytes()
@@ -207,13 +207,13 @@ FORM = "must be dtype, shape and data_offsets, in whole numbers"
         ({"dtype": "F32", "shape": [10**18], "data_offsets": [0, 4 * 10**18]}, b"1234", "cut off: x"),
     ],
 )
-def test_damaged_entries(file, entry, data, expected):
+def test_damaged_entries_are_refused(file, entry, data, expected):
     file.write_bytes(raw({"x": entry}, data))
     (problem,) = problems(file)
     assert expected in problem
 
 
-def test_a_header_that_is_not_an_object(file):
+def test_header_must_be_an_object(file):
     file.write_bytes(raw([1], b""))
     (problem,) = problems(file)
     assert "its header: must contain a JSON object, contains list" in problem
@@ -226,7 +226,7 @@ def test_damaged_entries_are_reported_together(file):
     assert "c: damaged header" in second
 
 
-def test_tensors_that_overlap(file):
+def test_overlapping_tensors_are_refused(file):
     entry = {"dtype": "F16", "shape": [2]}
     header = {name: entry | {"data_offsets": span} for name, span in {"a": [0, 4], "b": [2, 6]}.items()}
     file.write_bytes(raw(header, b"123456"))
@@ -240,13 +240,13 @@ def test_tensors_that_overlap(file):
     [b"{", b"\xff\xfe{}", b'{"x": ' * 5000, b"", b'{"a":1e}', b'{"a":' + b"1" * 5000 + b"}"],
     ids=["open", "not UTF-8", "deep", "empty", "number", "long number"],
 )
-def test_headers_that_are_not_json(file, text):
+def test_header_must_be_json(file, text):
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     (problem,) = problems(file)
     assert "damaged: its header: not valid JSON" in problem
 
 
-def test_a_name_twice_in_the_header(file):
+def test_duplicate_name_in_the_header_is_refused(file):
     entry = '{"dtype":"F16","shape":[2],"data_offsets":[0,4]}'
     text = f'{{"x":{entry},"x":{entry}}}'.encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
@@ -254,7 +254,7 @@ def test_a_name_twice_in_the_header(file):
     assert "duplicate keys: x" in problem
 
 
-def test_a_huge_header_length_is_not_believed(file):
+def test_huge_header_length_is_refused(file):
     with open(file, "wb") as stream:
         stream.write((1 << 30).to_bytes(8, "little"))
         stream.truncate(1 << 31)

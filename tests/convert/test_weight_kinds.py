@@ -101,7 +101,7 @@ def saved(quantized, tmp_path):
     return tmp_path / "saved"
 
 
-def test_each_matrix_is_made(quantized):
+def test_each_matrix_is_quantized(quantized):
     params, cfg = quantized
     assert cfg.model.dtype == "float32"
     for name, matrix in weights(QWEN2).items():
@@ -112,7 +112,7 @@ def test_each_matrix_is_made(quantized):
 
 
 @pytest.mark.slow
-def test_it_generates_what_its_matrices_do(quantized):
+def test_quantized_model_generates_like_its_matrices(quantized):
     params, cfg = quantized
     matrices = {name: jnp.asarray(w.to_matrix()) if isinstance(w, Nibbles) else w for name, w in flat(params).items()}
     expected = tokens(flax.traverse_util.unflatten_dict(matrices, sep="."), cfg)
@@ -122,7 +122,7 @@ def test_it_generates_what_its_matrices_do(quantized):
 
 @pytest.mark.parametrize("max_shard", [None, 1500])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_it_is_saved_and_read(qwen2, tmp_path, monkeypatch, dtype, max_shard):
+def test_custom_kind_is_saved_and_loaded(qwen2, tmp_path, monkeypatch, dtype, max_shard):
     params, cfg = load_hf(qwen2, quantize=Nibbles, dtype=dtype)
     monkeypatch.setattr(shards, "MAX_SHARD", max_shard or shards.MAX_SHARD)
     save_hf(fuse_projections(params), cfg, tmp_path / "saved")
@@ -137,7 +137,7 @@ def test_it_is_saved_and_read(qwen2, tmp_path, monkeypatch, dtype, max_shard):
 
 
 @pytest.mark.slow
-def test_a_mesh(qwen2, quantized, saved, tmp_path):
+def test_custom_kind_is_divided_over_a_mesh(qwen2, quantized, saved, tmp_path):
     params, cfg = quantized
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     expected = tokens(params, cfg)
@@ -156,7 +156,7 @@ def test_a_mesh(qwen2, quantized, saved, tmp_path):
     assert same(load_file(tmp_path / "again" / FILE), load_file(saved / FILE))
 
 
-def test_one_kind_becomes_another(qwen2, quantized, tmp_path):
+def test_one_kind_is_converted_to_another(qwen2, quantized, tmp_path):
     save_hf(*load_hf(qwen2, quantize="int8"), tmp_path / "8")
     params, cfg = load_hf(tmp_path / "8", quantize=Nibbles)
     save_hf(*load_hf(tmp_path / "8", quantize="none"), tmp_path / "none")
@@ -166,7 +166,7 @@ def test_one_kind_becomes_another(qwen2, quantized, tmp_path):
         save_hf(params, cfg, tmp_path / "mixed")
 
 
-def test_what_is_refused(qwen2, quantized, saved, tmp_path):
+def test_unsupported_uses_are_refused(qwen2, quantized, saved, tmp_path):
     params, cfg = quantized
     with pytest.raises(InputError, match="params are quantized and cannot be trained"):
         TrainState.create(params, TrainConfig(steps=1))

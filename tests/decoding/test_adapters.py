@@ -48,7 +48,7 @@ LIKE_OTHERS = [
 
 
 @pytest.mark.parametrize("options", [FAST, *slow(*LIKE_OTHERS)], ids=lambda options: ",".join(options) or "greedy")
-def test_each_row_has_its_adapter(params, options):
+def test_each_row_uses_its_own_adapter(params, options):
     cfg = CFG.replace(**options)
     keys = KEYS if cfg.on("do_sample") else None
     out = generate(params, IDS, keys, cfg.replace(adapter=CHOSEN))
@@ -69,7 +69,7 @@ def test_dola_reads_the_head_of_the_adapter(tmp_path):
         np.testing.assert_array_equal(out.sequences[row], generate(own, IDS[row : row + 1], None, cfg).sequences[0])
 
 
-def test_without_the_option_there_is_no_adapter(params):
+def test_no_adapter_is_applied_without_the_option(params):
     np.testing.assert_array_equal(
         generate(params, IDS, None, CFG).sequences, generate(PARAMS, IDS, None, CFG).sequences
     )
@@ -94,7 +94,7 @@ def test_a_cache_is_continued_with_its_adapter(params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["logits", "scores"])
-def test_scores(params, of):
+def test_score_uses_the_adapter_of_each_row(params, of):
     more = {"prompt_width": 3} if of == "scores" else {}
     cfg = CFG.replace(temperature=0.7, do_sample=True)
     found = score(params, IDS, cfg.replace(adapter=CHOSEN), of=of, **more)
@@ -127,7 +127,7 @@ def test_an_engine_serves_all_adapters(params):
 
 
 @pytest.mark.parametrize("ends", [(6,), (2, 4, 9)])
-def test_both_forms_of_the_update(ends):
+def test_both_implementations_of_the_update_agree(ends):
     """The GPU's code for a few rows computes the same update as the general code."""
     rng = np.random.default_rng(0)
     count, rank, features = 3, 2, ends[-1]
@@ -147,7 +147,7 @@ def test_both_forms_of_the_update(ends):
 
 
 @pytest.mark.slow
-def test_gradients_reach_only_the_rows_adapter(params):
+def test_gradients_reach_only_the_adapter_of_the_row(params):
     def loss(params):
         return jnp.sum(score(params, IDS[:1], CFG.replace(adapter=1)).logprobs)
 
@@ -159,12 +159,12 @@ def test_gradients_reach_only_the_rows_adapter(params):
 @pytest.mark.parametrize(
     ("given", "message"), [(3, "adapter=3, but params have 3 adapters"), ([0, 1, 5, 0], "adapter=5")]
 )
-def test_adapters_that_do_not_exist(params, given, message):
+def test_missing_adapters_are_refused(params, given, message):
     with pytest.raises(InputError, match=message):
         generate(params, IDS, None, CFG.replace(adapter=given))
 
 
-def test_parameters_without_adapters():
+def test_parameters_without_adapters_are_refused():
     with pytest.raises(InputError, match="have no adapters to choose from"):
         generate(PARAMS, IDS, None, CFG.replace(adapter=0))
     with (

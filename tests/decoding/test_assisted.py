@@ -13,7 +13,7 @@ from convert import load_hf
 from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
 from jaxgen.core.decoding.drafting import first_occurrence
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PROMPTS
+from tests.support.model_of_61_tokens import MODEL, PROMPTS
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -51,7 +51,7 @@ def plain(sampled: bool):
 
 
 @pytest.mark.parametrize(("name", "sampled"), slow(("itself", True), ("another", True), ("another", False)))
-def test_the_tokens_are_the_same_without_an_assistant(name, sampled):
+def test_assistant_does_not_change_tokens(name, sampled):
     out = generate(SAMPLED if sampled else CFG, assistant=ASSISTANTS[name])
     assert all_generated(out) == plain(sampled)
     if name == "itself":  # all drafts are accepted
@@ -61,7 +61,7 @@ def test_the_tokens_are_the_same_without_an_assistant(name, sampled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_first_layers_draft(sampled):
+def test_early_exit_drafts_do_not_change_tokens(sampled):
     cfg = SAMPLED if sampled else CFG
     out = generate(cfg.replace(assistant_early_exit=1), params=FLAT)
     assert all_generated(out) == all_generated(generate(cfg, params=FLAT))
@@ -82,7 +82,7 @@ def reference(row: list[int], most: int) -> int:
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=3, max_size=3),
     st.sampled_from([1, 2, 4, 2**31 - 1]),
 )
-def test_first_occurrence(rows, most):
+def test_first_occurrence_matches_the_reference(rows, most):
     ids = np.full((3, 12), 2, np.int32)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -105,7 +105,7 @@ def test_lookup_copies_a_text_that_repeats():
     assert int(out.accepted[1]) == 1
 
 
-def test_drafts_are_no_longer_than_the_budget():
+def test_drafts_do_not_exceed_the_budget():
     cfg = counting_config(vocab_size=8, max_new_tokens=8)
     lookup = cfg.replace(prompt_lookup_num_tokens=2**31 - 1, max_matching_ngram_size=2**31 - 1)
     out = generate(lookup, [[*range(8), 0]], params=counting_params(cfg))
@@ -115,7 +115,7 @@ def test_drafts_are_no_longer_than_the_budget():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
-def test_lookup(sampled):
+def test_prompt_lookup_does_not_change_tokens(sampled):
     cfg = (SAMPLED if sampled else CFG).replace(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
     out = generate(cfg, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
     expected = generate(SAMPLED if sampled else CFG, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
@@ -138,7 +138,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("schedule", slow("heuristic", "heuristic_transient", "constant"))
-def test_schedules(schedule):
+def test_schedules_adapt_the_number_of_drafted_tokens(schedule):
     cfg = counting_config(vocab_size=50, max_new_tokens=40)
     params = counting_params(cfg)
     # An assistant that counts correctly to 24, and predicts 0 instead of 25 or more.
@@ -170,7 +170,7 @@ def test_an_assistant_without_confidence_stops():
 
 
 @pytest.mark.slow
-def test_a_row_is_alone_in_any_bucket_and_under_jit():
+def test_row_does_not_depend_on_batch_bucket_or_jit():
     def result(out):
         return [
             (tokens, int(d), int(a)) for tokens, d, a in zip(all_generated(out), out.drafted, out.accepted, strict=True)
@@ -216,7 +216,7 @@ def test_continuing_is_like_generating_at_once():
 
 
 @pytest.mark.slow
-def test_chunks_and_other_dtypes():
+def test_chunked_prefill_and_other_dtypes_do_not_change_tokens():
     assert all_generated(generate(CFG.replace(prefill_chunk_size=2), assistant=ASSISTANTS["another"])) == plain(False)
     half = dataclasses.replace(SMALL, dtype="bfloat16")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ASSISTANTS["another"][0])
@@ -247,7 +247,7 @@ def test_a_streamer_gets_tokens_when_every_row_has_them():
 
 
 @pytest.mark.slow
-def test_a_row_that_is_ahead_is_streamed_at_once():
+def test_row_that_is_ahead_is_streamed_immediately():
     cfg = counting_config(vocab_size=8, max_new_tokens=[20, 13], prompt_lookup_num_tokens=4, pad_token_id=0)
     streamer = RowCollector()
     out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=streamer)
@@ -297,12 +297,12 @@ LOOKUP = {"prompt_lookup_num_tokens": 3}
         ({}, {"assistant": (None, CFG)}, TypeError, "assistant: params must be the dict"),
     ],
 )
-def test_what_cannot_be_drafted_is_refused(options, more, error, message):
+def test_unsupported_options_are_refused(options, more, error, message):
     with pytest.raises(error, match=message):
         generate(CFG.replace(**options), **more)
 
 
-def test_tokens_without_ids_are_refused():
+def test_prompts_without_ids_are_refused():
     embeds = PARAMS["model"]["embed_tokens"]["weight"][jnp.asarray([[3, 1]])]
     with pytest.raises(InputError, match="a draft model reads the ids of all tokens"):
         generate_(PARAMS, None, None, CFG, inputs_embeds=embeds, **ITSELF)

@@ -18,7 +18,7 @@ from jaxgen import (
 )
 from jaxgen.core.decoding.sample import draw_distinct
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
+from tests.support.model_of_61_tokens import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
@@ -94,7 +94,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", ["plain", *slow("eos", "early", "never", "short")])
-def test_plain_search(name):
+def test_beam_search_matches_the_reference(name):
     cfg = CFG.replace(**SETTINGS[name])
     out = generate(PARAMS, IDS, None, cfg, attention_mask=MASK)
     check(out, [PlainSearch(prompt, cfg) for prompt in PROMPTS])
@@ -113,7 +113,7 @@ EOS = CFG.replace(**SETTINGS["eos"])
 
 
 @pytest.mark.slow
-def test_a_row_is_alone_in_any_bucket_and_under_jit():
+def test_row_does_not_depend_on_batch_bucket_or_jit():
     together = rows_of(run(EOS, width=40))
     alone = [row for prompt in PROMPTS for row in rows_of(run(EOS, [prompt]))]
     traced = jax.jit(lambda params: generate(params, IDS, None, EOS, attention_mask=MASK))(PARAMS)
@@ -186,7 +186,7 @@ def test_a_criterion_ends_a_single_beam():
 
 
 @pytest.mark.slow
-def test_every_beam_keeps_to_the_grammar():
+def test_every_beam_follows_the_grammar():
     tokenizer = byte_level()
     model = model_config(vocab_size=len(tokenizer))
     params = random_params(model)
@@ -210,7 +210,7 @@ def test_a_prefix_function_gets_the_number_of_the_prompt():
 
 
 @pytest.mark.slow
-def test_guidance_is_plain_search_with_guided_scores():
+def test_guided_search_matches_the_reference_with_guided_scores():
     cfg = EOS.replace(guidance_scale=1.6)
     out = run(cfg)
     searches = []
@@ -247,7 +247,7 @@ def test_logprobs_follow_their_beam():
 
 
 @pytest.mark.slow
-def test_a_search_without_a_token_left():
+def test_search_ends_when_no_token_is_possible():
     banned = list(range(61))
     out = jax.jit(lambda params: generate(params, IDS, None, CFG.replace(suppress_tokens=[banned, [1], [2]])))(PARAMS)
     assert out.stop_reasons.tolist() == [StopReason.NO_TOKEN] * 3 + [StopReason.LENGTH] * 6
@@ -273,7 +273,7 @@ def test_distinct_draws_follow_the_distribution():
             assert abs(seen - expected) < 4 * (expected / 20_000) ** 0.5 + 1e-9
 
 
-def test_what_cannot_be_drawn_is_not_drawn():
+def test_impossible_candidates_are_drawn_last():
     scores = jnp.asarray([[[-jnp.inf, 0.0], [-jnp.inf, 1.0]]])
     values, places = draw_distinct(jax.random.split(jax.random.key(1), 1), scores, 4, jnp.asarray([4]), None)
     assert sorted(places[0, :2].tolist()) == [1, 3]
@@ -281,7 +281,7 @@ def test_what_cannot_be_drawn_is_not_drawn():
 
 
 @pytest.mark.slow
-def test_sampled_beams_depend_on_the_key_of_their_prompt_alone():
+def test_sampled_beams_depend_only_on_the_key_of_their_prompt():
     cfg = EOS.replace(do_sample=True, top_k=20, temperature=1.5)
     keys = jax.random.split(jax.random.key(3), 3)
     together = generate(PARAMS, IDS, keys, cfg, attention_mask=MASK)

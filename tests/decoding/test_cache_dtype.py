@@ -34,7 +34,7 @@ def generated(ids=IDS, cfg=CFG, mask=None, **fields) -> np.ndarray:
     return np.asarray(out.sequences)[:, ids.shape[1] :]
 
 
-def test_tokens_are_those_of_a_pass_over_the_whole_text():
+def test_tokens_equal_those_of_one_pass_over_the_text():
     """A single pass over the whole text, into an empty 8-bit cache, predicts the generated tokens."""
     out = generate(PARAMS, IDS, None, CFG.replace(eos_token_id=None))
     rows, width = out.sequences.shape
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_a_pass_over_the_whole_text():
 
 
 @pytest.mark.parametrize("mode", slow(*MODES))
-def test_a_row_alone_is_the_row_in_a_padded_batch_and_in_chunks(mode):
+def test_row_does_not_depend_on_padding_batch_or_chunks(mode):
     fields = MODES[mode]
     assert CFG.replace(**fields).mode == mode
     padded = np.pad(IDS, ((0, 0), (4, 0)))
@@ -59,14 +59,14 @@ def test_a_row_alone_is_the_row_in_a_padded_batch_and_in_chunks(mode):
 
 
 @pytest.mark.slow
-def test_a_draft_changes_no_token():
+def test_draft_does_not_change_tokens():
     greedy = generated()
     np.testing.assert_array_equal(generated(assistant_early_exit=1), greedy)
     np.testing.assert_array_equal(generated(prompt_lookup_num_tokens=2), greedy)
 
 
 @pytest.mark.slow
-def test_continuing_is_one_call():
+def test_continuing_equals_one_call():
     cfg = CFG.replace(eos_token_id=None)
     first = generate(PARAMS, IDS, None, cfg.replace(max_new_tokens=3))
     assert first.cache.kv.cache_dtype == "int8"
@@ -79,7 +79,7 @@ def test_continuing_is_one_call():
 
 
 @pytest.mark.parametrize("made", [None, "int8"])
-def test_a_cache_is_continued_in_its_own_form(made):
+def test_continuing_with_another_cache_dtype_is_refused(made):
     cache = prefill(PARAMS, IDS, CFG.replace(cache_dtype=made))
     other = {None: "int8", "int8": None}[made]
     with pytest.raises(ConfigError, match=f"cache_dtype={made!r} and cannot be continued with {other!r}"):
@@ -92,7 +92,7 @@ def test_other_values_are_refused():
 
 
 @pytest.mark.slow
-def test_the_quality_is_kept():
+def test_perplexity_with_an_8_bit_cache_is_close():
     """Measure the bundled model's perplexity on real text, with all keys and values read from an 8-bit cache."""
     tokenizer = Tokenizer.from_pretrained(PATH)
     batch = tokenizer.chat(
@@ -113,7 +113,7 @@ def test_the_quality_is_kept():
     assert int8 != exact
 
 
-def test_half_the_memory():
+def test_8_bit_cache_takes_about_half_the_memory():
     model = dataclasses.replace(MODEL, dtype="bfloat16", head_dim=64)
     wide, narrow = (
         sum(x.nbytes for x in jax.tree.leaves(KVCache.create(model, 2, 100, dtype).keys)) for dtype in (None, "int8")

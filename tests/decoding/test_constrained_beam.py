@@ -19,7 +19,7 @@ from jaxgen import (
 from tests.decoding.test_beam import NEW, PlainSearch, check, rows_of, run
 from tests.decoding.test_constraints import bank_of, follow, proposals_of
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PARAMS, PROMPTS
+from tests.support.model_of_61_tokens import MODEL, PARAMS, PROMPTS
 from tests.support.models import generated, random_params
 from tests.support.tokenizers import byte_level
 
@@ -83,7 +83,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_constrained_search(name):
+def test_constrained_search_matches_the_reference(name):
     cfg = CFG.replace(**SETTINGS[name])
     out = run(cfg)
     check(out, [ConstrainedSearch(prompt, cfg) for prompt in PROMPTS], cfg.num_return_sequences)
@@ -94,7 +94,7 @@ def contains(tokens, phrase):
 
 
 @pytest.mark.slow
-def test_every_best_result_has_all_words():
+def test_best_results_contain_all_words():
     out = run(CFG.replace(num_return_sequences=1, early_stopping=True))
     for row, prompt in enumerate(PROMPTS):
         text = [*prompt, *generated(out, row)]
@@ -103,7 +103,7 @@ def test_every_best_result_has_all_words():
 
 
 @pytest.mark.slow
-def test_a_row_is_alone_in_any_bucket_and_under_jit():
+def test_row_does_not_depend_on_batch_bucket_or_jit():
     together = rows_of(run(CFG, width=40))
     alone = [row for prompt in PROMPTS for row in rows_of(run(CFG, [prompt]))]
     traced = jax.jit(lambda cfg: run(cfg))(CFG)
@@ -192,6 +192,6 @@ def test_other_words_compile_nothing():
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens works with greedy search and sampling"),
     ],
 )
-def test_refused(fields, message):
+def test_unsupported_options_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         run(CFG.replace(**fields))

@@ -83,7 +83,7 @@ def observe(table, ids, length, count):
 
 
 @pytest.mark.parametrize("seed", slow(0, 1, 2))
-def test_random_words_and_texts(seed):
+def test_progress_matches_the_reference_for_random_texts(seed):
     rng = np.random.default_rng(seed)
     broken = 0
     for _ in range(40):
@@ -118,7 +118,7 @@ def test_a_broken_phrase_goes_to_the_end_of_the_queue():
     assert state.met.tolist() == [3]
 
 
-def test_rows_that_are_not_live_stay():
+def test_rows_that_are_not_live_are_unchanged():
     table = table_of([[5, 6]])
     begin = jax.jit(ConstraintAutomaton.begin)(table, jnp.asarray([[5], [5]]), jnp.asarray([1, 1]))
     state = jax.jit(ConstraintAutomaton.push)(table, begin, jnp.asarray([6, 6]), jnp.asarray([True, False]))

@@ -48,7 +48,7 @@ def both(cfg, first, key=None, **given):
         *slow({"min_length": 16, "eos_token_id": list(range(40, 80))}),
     ],
 )
-def test_a_continued_answer_is_the_whole_one(fields):
+def test_continuing_equals_generating_from_the_whole_text(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(4) if cfg.do_sample else None
     first = start(cfg.replace(min_length=0, eos_token_id=None), key)
@@ -57,7 +57,7 @@ def test_a_continued_answer_is_the_whole_one(fields):
 
 
 @pytest.mark.slow
-def test_own_stop_strings_begin_in_the_cache():
+def test_stop_strings_per_prompt_may_begin_in_the_cache():
     """Two prompts have stop strings that start in the last cached token and end in the first new token."""
     first, tok = start(CFG), byte_level()
     unstopped, _ = both(CFG, first)
@@ -139,7 +139,7 @@ def test_max_length_counts_cached_tokens():
 
 
 @pytest.mark.slow
-def test_return_sequences_go_on_each_by_itself():
+def test_returned_sequences_are_continued_independently():
     cfg = CFG.replace(do_sample=True, num_return_sequences=2, temperature=2.0)
     first = start(cfg, jax.random.key(1))
     ids = np.arange(40, 46)[:, None]
@@ -163,7 +163,7 @@ def test_a_cache_of_the_model_alone():
 
 
 @pytest.mark.slow
-def test_tokens_that_are_unknown_count_for_the_length():
+def test_unknown_cached_tokens_count_toward_the_length():
     prompt = jnp.asarray([[5, 6, 7, 8]])
     cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
     cfg = CFG.replace(min_length=7, eos_token_id=list(range(0, 97, 2)))
@@ -188,7 +188,7 @@ def test_under_jit():
 
 
 @pytest.mark.slow
-def test_the_cache_that_was_given_is_not_changed():
+def test_given_cache_is_not_modified():
     first = start(CFG)
     before = jax.tree.map(np.array, first.cache)
     both(CFG, first)
@@ -204,7 +204,7 @@ def test_streaming():
     np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, 3:])
 
 
-def test_caches_that_do_not_fit():
+def test_mismatched_caches_are_refused():
     first = start(PENALIZED)
     with pytest.raises(InputError, match="the cache has 3 rows, but there are 1 prompts"):
         generate(PARAMS, [[1]], None, CFG, cache=first.cache)
@@ -253,7 +253,7 @@ def test_a_prefix_is_shared_by_many_prompts(fields):
 
 
 @pytest.mark.slow
-def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
+def test_nested_prefix_shared_by_two_prompts_each():
     two = prefill(PARAMS, [[50], [51]], CFG, cache=prefill(PARAMS, [SYSTEM], CFG))
     said = run([[1], [2], [3], [4]], cache=two)[1]
     assert said == run([[*SYSTEM, 50 + row // 2, row + 1] for row in range(4)])[1]
@@ -262,7 +262,7 @@ def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
 
 
 @pytest.mark.slow
-def test_prefill_under_jit_and_out_of_a_finished_run():
+def test_prefix_from_jitted_prefill_or_finished_run():
     held = jax.jit(prefill)(PARAMS, jnp.asarray([SYSTEM]), CFG.replace(pad_token_id=None, eos_token_id=[3, 4]))
     assert run(PROMPTS, cache=held)[1] == run([SYSTEM + prompt for prompt in PROMPTS])[1]
     out, said = run([SYSTEM])

@@ -23,7 +23,7 @@ from jaxgen import (
 from jaxgen.core.config.tables import eos_list
 from jaxgen.core.model.causal_lm import hidden
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import MODEL, PARAMS, PROMPTS, TABLE
+from tests.support.model_of_61_tokens import MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import all_generated, generated, left_pad, model_config, padded, random_params
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
@@ -79,7 +79,7 @@ def run(cfg, prompts=PROMPTS, width=None, **more):
 
 
 @pytest.mark.slow
-def test_plain_search_with_knobs_per_prompt():
+def test_options_per_prompt_match_the_reference():
     knobs = {"penalty_alpha": [0.6, 0.0, 1.2], "top_k": [5, 3, 4], "max_new_tokens": [9, 6, 8]}
     out = run(EOS.replace(**knobs))
     cfgs = [EOS.replace(**{name: values[row] for name, values in knobs.items()}) for row in range(3)]
@@ -98,7 +98,7 @@ def test_prompts_without_contrastive_search_use_greedy_search(name):
 
 
 @pytest.mark.slow
-def test_a_row_is_alone_in_any_bucket_and_under_jit():
+def test_row_does_not_depend_on_batch_bucket_or_jit():
     cfg = EOS.replace(repetition_penalty=1.2)
     together = all_generated(run(cfg, width=40))
     alone = [generated(run(cfg, [prompt]), 0) for prompt in PROMPTS]
@@ -226,7 +226,7 @@ def test_text_follows_the_grammar_and_ends_with_a_stop_string():
 
 
 @pytest.mark.slow
-def test_a_banned_token_is_never_chosen():
+def test_banned_token_is_never_chosen():
     allowed = [[10], [20, 21], [30, 31, 32]]
     banned = [[token for token in range(61) if token not in some] for some in allowed]
     out = run(CFG.replace(suppress_tokens=banned, penalty_alpha=5.0, top_k=8))
@@ -235,7 +235,7 @@ def test_a_banned_token_is_never_chosen():
 
 
 @pytest.mark.slow
-def test_rows_without_a_token_and_rows_that_are_not_numbers():
+def test_rows_without_a_possible_token_or_with_nan_end():
     cfg = EOS.replace(suppress_tokens=[list(range(61)), [1], [2]])
     ids, mask = left_pad(PROMPTS)
 
@@ -305,7 +305,7 @@ def test_a_streamer_gets_each_token():
 
 
 @pytest.mark.slow
-def test_no_time():
+def test_time_limit_of_zero_ends_all_rows():
     out = run(CFG.replace(max_time=0.0))
     assert out.stop_reasons.tolist() == [StopReason.TIME] * 3
 
@@ -315,7 +315,7 @@ def test_new_values_compile_nothing():
     assert compiled_by_other_values(run, CFG, penalty_alpha=lambda rng: float(rng.uniform(0.1, 1.5))) == 0
 
 
-def test_what_is_refused():
+def test_unsupported_options_are_refused():
     with pytest.raises(ConfigError, match="num_return_sequences=2: contrastive_search has one result per prompt"):
         CFG.replace(num_return_sequences=2)
     cache = KVCache.create(MODEL, 1, 4)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, compute_transition_scores, generate, score
-from tests.support.letters import IDS, MODEL, PARAMS
+from tests.support.byte_model import IDS, MODEL, PARAMS
 
 SAMPLES = np.array([True, False, False, True, False, True])
 CFG = GenerationConfig(
@@ -30,7 +30,7 @@ def assert_rows_of(out, sampled, greedy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [WARPERS, {}, {"renormalize_logits": True}], ids=["all", "few", "renormalized"])
-def test_each_row_is_as_in_a_batch_of_its_kind(options):
+def test_rows_equal_those_of_all_sampled_or_all_greedy_batches(options):
     cfg = CFG.replace(**options)
     out = generate(PARAMS, IDS, KEY, cfg.replace(do_sample=SAMPLES))
     greedy = {name: getattr(GenerationConfig(), name) for name in WARPERS | {"temperature": 0, "top_k": 0, "top_p": 0}}
@@ -40,7 +40,7 @@ def test_each_row_is_as_in_a_batch_of_its_kind(options):
 
 
 @pytest.mark.slow
-def test_with_drafts():
+def test_drafts_do_not_change_tokens():
     cfg = CFG.replace(prompt_lookup_num_tokens=3)
     plain, drafted = (generate(PARAMS, IDS, KEY, c.replace(do_sample=SAMPLES)) for c in (CFG, cfg))
     np.testing.assert_array_equal(plain.sequences, drafted.sequences)
@@ -66,13 +66,13 @@ def test_score_recomputes_the_log_probabilities(out):
     np.testing.assert_allclose(out.generated(again).logprobs, out.logprobs, atol=2e-5)
 
 
-def test_recorded_scores_are_the_ones_that_tokens_were_chosen_from(out):
+def test_recorded_scores_are_those_used_to_choose_tokens(out):
     expected = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     live = np.arange(8)[None, :] < np.asarray(out.lengths)[:, None]
     np.testing.assert_allclose(np.where(live, expected, 0), out.logprobs, atol=2e-5)
 
 
-def test_what_is_refused():
+def test_unsupported_options_are_refused():
     with pytest.raises(ConfigError, match="do_sample with one value per prompt works with num_beams=1"):
         CFG.replace(do_sample=[True, False], num_beams=2)
     with pytest.raises(ConfigError, match="num_return_sequences=2"):

@@ -20,7 +20,7 @@ from jaxgen import (
 )
 from jaxgen.core.decoding.dola import contrasted
 from tests.support.compilations import compiled_by_other_values
-from tests.support.digits import PROMPTS
+from tests.support.model_of_61_tokens import PROMPTS
 from tests.support.models import all_generated, generated, left_pad, model_config, random_params
 from tests.support.tokenizers import byte_level
 
@@ -91,7 +91,7 @@ def run(cfg, prompts=PROMPTS, width=None, key=None, **more):
 
 
 @pytest.mark.slow
-def test_plain_search():
+def test_dola_matches_the_reference():
     out = run(CFG.replace(output_scores=True, output_logits=True))
     layers = set()
     for row, prompt in enumerate(PROMPTS):
@@ -152,7 +152,7 @@ def test_a_hook_changes_what_is_contrasted():
 
 
 @pytest.mark.slow
-def test_a_row_is_alone_in_any_bucket_in_chunks_and_under_jit():
+def test_row_does_not_depend_on_batch_bucket_chunks_or_jit():
     expected = all_generated(run(CFG))
     assert all_generated(run(CFG, width=40)) == expected
     assert [row for prompt in PROMPTS for row in all_generated(run(CFG, [prompt]))] == expected
@@ -172,7 +172,7 @@ def test_values_per_prompt():
 
 
 @pytest.mark.slow
-def test_it_continues_from_a_cache():
+def test_dola_continues_from_a_cache():
     whole = all_generated(run(CFG))
     out = run(CFG.replace(max_new_tokens=2))
     more = CFG.replace(max_new_tokens=3)
@@ -197,7 +197,7 @@ def test_sampling_draws_from_the_contrasted_scores():
 
 
 @pytest.mark.slow
-def test_outputs_and_ends():
+def test_records_and_stop_reasons():
     def criterion(history, scores):
         return history.last(1)[:, 0] % 3 == 0
 
@@ -234,7 +234,7 @@ def test_grammar_and_stop_strings():
 
 
 @pytest.mark.slow
-def test_if_all_likely_tokens_are_banned_the_last_layer_chooses():
+def test_last_layer_chooses_if_all_likely_tokens_are_banned():
     logits, premature = read(PROMPTS[0])
     scores, _ = contrast(logits, premature, [0])
     likely = np.flatnonzero(scores > -np.inf).tolist()
@@ -260,7 +260,7 @@ def test_new_values_compile_nothing():
         ([2, -1], ConfigError, "no negative numbers"),
     ],
 )
-def test_other_values_are_refused(layers, error, text):
+def test_invalid_layers_are_refused(layers, error, text):
     with pytest.raises(error, match=text):
         CFG.replace(dola_layers=layers)
 

@@ -48,7 +48,7 @@ def test_a_processor_sees_the_options_of_each_row():
     assert all_generated(out) == [[5] * 6, [20] * 6]
 
 
-def test_a_third_argument_with_a_default_keeps_it():
+def test_optional_third_argument_keeps_its_default():
     def favor(history, scores, token=7):
         return scores.at[:, token].set(100.0)
 
@@ -56,12 +56,12 @@ def test_a_third_argument_with_a_default_keeps_it():
 
 
 @pytest.mark.slow
-def test_a_processor_that_indexes_ids_is_told_what_to_use():
+def test_processor_that_indexes_history_gets_a_hint():
     with pytest.raises(TypeError, match=r"history\.last\(n\) returns the last n tokens of each row, and history\.ids"):
         generate(PARAMS, [[3]], None, CFG, logits_processor=[lambda history, scores: scores + history[:, -1:]])
 
 
-def test_a_processor_that_holds_arrays_is_an_argument_of_the_program():
+def test_arrays_of_a_processor_are_traced():
     generate(PARAMS, IDS, None, CFG, logits_processor=[Ban(np.asarray([5]))])
     partial = jax.tree_util.Partial(lambda bias, history, scores: scores + bias[None, :])
     generate(PARAMS, IDS, None, CFG, logits_processor=[jax.tree_util.Partial(partial, np.zeros(50, np.float32))])
@@ -100,7 +100,7 @@ def test_stop_reasons():
 # --- prefix_allowed_tokens_fn as a function ---------------------------------------------------------------------
 
 
-def test_a_prefix_function_is_asked_for_each_unfinished_row():
+def test_prefix_function_is_called_for_each_unfinished_row():
     asked = []
 
     def allowed(row, ids):
@@ -166,7 +166,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("failure", "do_sample"), [("nan", True), ("banned", True), ("banned", False), ("nan", False)])
 @pytest.mark.slow
-def test_a_row_that_cannot_continue(failure, do_sample):
+def test_row_that_cannot_continue_is_an_error(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
     cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
     more = {} if processor is None else {"logits_processor": [processor]}
@@ -191,7 +191,7 @@ def test_a_temperature_of_zero_under_jit():
     assert out.stop_reasons.tolist() == [StopReason.LENGTH, StopReason.NOT_A_NUMBER]
 
 
-def test_ids_outside_of_the_vocabulary_under_jit():
+def test_ids_outside_the_vocabulary_under_jit():
     mask = jnp.asarray([[1], [1], [1], [0]])
     run = jax.jit(lambda ids, mask: generate(PARAMS, ids, None, CFG, attention_mask=mask))
     out = run(jnp.asarray([[3], [50], [-4], [3]]), mask)
@@ -200,7 +200,7 @@ def test_ids_outside_of_the_vocabulary_under_jit():
 
 
 @pytest.mark.slow
-def test_time():
+def test_max_time_ends_unfinished_rows():
     cfg = CFG.replace(max_new_tokens=40, max_time=0.0)
     out = generate(PARAMS, IDS, None, cfg.replace(eos_token_id=[4]))
     assert out.stop_reasons.tolist() == [StopReason.EOS, StopReason.TIME]
@@ -228,7 +228,7 @@ def chat(text):
 
 
 @pytest.mark.slow
-def test_a_pattern_is_kept_to(storyteller):
+def test_texts_match_the_pattern(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("(yes|no), because [a-z ]{5,20}!", TOKENIZER)
     ids = np.repeat(chat("What is the opposite of hot?"), 8, axis=0)
@@ -255,7 +255,7 @@ SCHEMA = {
 
 
 @pytest.mark.slow
-def test_a_json_schema_is_kept_to(storyteller):
+def test_texts_match_the_json_schema(storyteller):
     (params, cfg), seeds = storyteller, 200
     automaton = TokenAutomaton.from_json_schema(SCHEMA, TOKENIZER)
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
@@ -271,7 +271,7 @@ def test_a_json_schema_is_kept_to(storyteller):
 
 @pytest.mark.parametrize("room", [30, 45])
 @pytest.mark.slow
-def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
+def test_text_is_complete_when_the_budget_is_used_up(storyteller, room):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_json_schema({"type": "array", "items": {"type": "string"}}, TOKENIZER)
     ids = np.repeat(chat("Tell me a story about a fox"), 8, axis=0)
@@ -283,7 +283,7 @@ def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
 
 
 @pytest.mark.slow
-def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller):
+def test_longest_possible_text_is_complete_without_eos(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("(zq[)]){1,99}", TOKENIZER)
     for room in (7, 8, 9):
@@ -307,7 +307,7 @@ def test_only_a_complete_text_has_the_reason_complete_at_the_end_of_the_budget(o
 
 
 @pytest.mark.slow
-def test_rows_with_and_without_an_end_of_their_own(storyteller):
+def test_rows_with_and_without_eos_ids(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
     ids = np.repeat(chat("A number"), 2, axis=0)
@@ -329,7 +329,7 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
         generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:, :50]))
 
 
-def test_too_little_room_for_a_grammar_is_refused(storyteller):
+def test_budget_too_small_for_a_grammar_is_refused(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("[0-9]{30}", TOKENIZER)
     with pytest.raises(
@@ -371,7 +371,7 @@ def test_stop_strings_end_their_row(storyteller):
 
 
 @pytest.mark.slow
-def test_left_padding_makes_no_difference_to_rules(storyteller):
+def test_left_padding_does_not_affect_extensions(storyteller):
     params, cfg = storyteller
     cfg = cfg.replace(do_sample=False, max_new_tokens=24, temperature=1.0, top_p=1.0, top_k=50, stop_strings=["a", "."])
     rows = [chat(text)[0].tolist() for text in ("Tell me a story", "What is the opposite of hot?", "Who are you?")]

@@ -116,7 +116,7 @@ def stopping(mode):
         assert StopReason.STOP_STRING in out.stop_reasons.tolist()
 
 
-def own_stop_strings(mode):
+def check_own_stop_strings(mode):
     """Each prompt in a batch stops where it would stop alone."""
     rows = (0, 1, 1, 0)
     plain = all_generated(generate(mode, rows))
@@ -249,7 +249,7 @@ FEATURES = {
     "processors, your own too": processors,
     "values per prompt": values_per_prompt,
     "stop strings, criteria": stopping,
-    "stop strings per prompt": own_stop_strings,
+    "stop strings per prompt": check_own_stop_strings,
     "token automaton": automaton,
     "prefix function": prefix_function,
     "token healing": healing,
@@ -277,7 +277,7 @@ def test_all_modes_are_listed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("feature", "mode"), CELLS)
-def test_feature(feature, mode):
+def test_feature_works_or_is_refused_in_each_mode(feature, mode):
     error = REFUSED.get((feature, mode))
     if error is None:
         FEATURES[feature](mode)
@@ -289,10 +289,10 @@ def test_feature(feature, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sampling", "greedy search", "beam search", "prompt lookup"])
 def test_stop_strings_per_prompt(mode):
-    own_stop_strings(mode)
+    check_own_stop_strings(mode)
 
 
-def test_the_page_has_this_table():
+def test_modes_page_contains_the_feature_table():
     page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text("utf-8")
     for feature in FEATURES:
         cells = ["refused" if (feature, mode) in REFUSED else "yes" for mode in MODES]

@@ -15,7 +15,7 @@ from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
-from tests.support.trunk import begun, prepared
+from tests.support.prepared_calls import begun, prepared
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)
@@ -34,14 +34,14 @@ INPUTS = Tokens(
 )
 
 
-def test_columns_from_the_same_one_on_in_each_row():
+def test_columns_with_one_start_for_all_rows():
     part = INPUTS.columns(jnp.int32(1), 2)
     assert part.ids.tolist() == [[6, 7], [0, 0]]
     assert part.length.tolist() == [2, 0]
     assert (part.key_mask.shape, part.adapter.tolist()) == ((2, 9), [1, 0])
 
 
-def test_columns_from_another_one_on_in_each_row():
+def test_columns_with_a_start_per_row():
     part = INPUTS.columns(jnp.asarray([2, 0]), 2)
     assert part.mask.tolist() == [[True, False], [True, False]]
     assert part.ids[:, 0].tolist() == [7, 11]
@@ -169,7 +169,7 @@ def read_of(logits, states=()) -> Forward:
     return Forward(logits, states, ModelOutput(logits), KVCache.create(COUNTING.model, 3, 4))
 
 
-def test_a_column_is_observed():
+def test_observe_reads_the_given_column():
     given = prepared(PROMPTS)
     logits = jnp.arange(3 * 2 * 50, dtype=jnp.float32).reshape(3, 2, 50)
     live = jnp.ones(3, bool)

@@ -37,7 +37,7 @@ from tests.support.streamers import Collector, RowCollector
 IDS = np.asarray([[1]], np.int32)
 
 
-def test_counts():
+def test_counting_model_counts():
     out = count([[3], [7, 8, 9, 20]])
     assert np.asarray(out.sequences).tolist() == [
         [0, 0, 0, 3, 4, 5, 6, 7, 8, 9],
@@ -94,7 +94,7 @@ def test_max_new_tokens_wins_over_max_length():
         *slow(({"min_length": 3}, [4, 6, 7, 8, 9, 10]), ({"min_length": 2}, [4, 5])),
     ],
 )
-def test_minimal_lengths_ban_eos(fields, expected):
+def test_minimum_lengths_ban_eos(fields, expected):
     cfg = CFG.replace(eos_token_id=5, **fields)
     assert all_generated(generate(with_second_best(cfg), [[3], [3]], None, cfg)) == [expected] * 2
 
@@ -248,7 +248,7 @@ def test_streaming_row_by_row(new_tokens):
 
 
 @pytest.mark.parametrize("collector", [Collector, RowCollector])
-def test_a_streamer_that_passes_its_methods_on(collector):
+def test_streamer_that_delegates_its_methods(collector):
     class Proxy:
         def __init__(self, streamer):
             self.streamer = streamer
@@ -320,7 +320,7 @@ class OneArgument(StepHook):
         ("logits_processor", [lambda h, s: None], InputError, "must return the scores, .* got None"),
     ],
 )
-def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, error, message):
+def test_mismatched_arguments_are_refused_by_name(keyword, value, error, message):
     with pytest.raises(error, match=message):
         generate(PARAMS, [[1]], None, CFG, **{keyword: value})
 
@@ -337,7 +337,7 @@ def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, err
         ({"quick": 1}, TypeError, "has no argument 'quick': it has params, ids, key, cfg, attention_mask,"),
     ],
 )
-def test_other_keywords_are_refused(kwargs, error, message):
+def test_unknown_keywords_are_refused(kwargs, error, message):
     with pytest.raises(error, match=message):
         generate(PARAMS, [[1]], None, CFG, **kwargs)
 
@@ -352,12 +352,12 @@ def test_other_keywords_are_refused(kwargs, error, message):
         (lambda: score(PARAMS, [[1]], CFG, temperature=0.5), r"score\(\) has no temperature.*cfg.replace\(temp"),
     ],
 )
-def test_calls_as_in_transformers_say_what_to_write(call, message):
+def test_calls_as_in_transformers_get_a_hint(call, message):
     with pytest.raises(TypeError, match=message):
         call()
 
 
-def test_the_signature_is_that_of_the_function():
+def test_signature_of_generate_is_preserved():
     names = list(inspect.signature(generate).parameters)
     assert names[:5] == ["params", "ids", "key", "cfg", "attention_mask"]
     jitted = jax.jit(generate, static_argnames="tokenizer")
@@ -415,7 +415,7 @@ def test_bad_input_is_refused_with_a_reason(change, error, message):
         )
 
 
-def test_misshapen_parameters_are_named():
+def test_parameters_with_wrong_shapes_are_named():
     params = jax.tree.map(lambda x: x, PARAMS)
     params["model"]["norm"]["weight"] = jnp.ones(3)
     with pytest.raises(InputError, match=r"model.norm.weight has shape \[3\], wanted \[64\]"):
@@ -430,20 +430,20 @@ def test_the_default_length_draws_a_warning():
 
 
 @pytest.mark.parametrize("fields", [{"min_new_tokens": 7}, *slow({"min_length": 8}, {"min_new_tokens": [7, 7]})])
-def test_a_minimum_beyond_the_budget_is_warned_of(fields):
+def test_minimum_length_beyond_the_budget_draws_a_warning(fields):
     with pytest.warns(JaxgenWarning, match=f"{next(iter(fields))}=.* cannot be reached with 6 new tokens") as caught:
         out = generate(PARAMS, [[3], [4]], None, CFG.replace(eos_token_id=5, **fields))
     assert out.lengths.tolist() == [6, 6]
     assert caught[0].filename == __file__
 
 
-def test_the_budget_that_is_too_small_is_named():
+def test_warning_names_the_smallest_budget():
     cfg = CFG.replace(eos_token_id=5, min_new_tokens=10, max_new_tokens=[12, 4])
     with pytest.warns(JaxgenWarning, match="min_new_tokens=10 cannot be reached with 4 new tokens"):
         generate(PARAMS, [[3], [3]], None, cfg)
 
 
-def test_concrete_input_is_checked_under_jit_too():
+def test_concrete_input_is_also_checked_under_jit():
     def traced(ids, mask=None, **fields):
         return jax.jit(lambda p: generate(p, ids, None, CFG.replace(**fields), attention_mask=mask).sequences)(PARAMS)
 
@@ -462,7 +462,7 @@ def test_a_whole_batch_in_place_of_its_ids_is_refused():
         generate({"params": PARAMS}, [[1]], None, CFG)
 
 
-def test_frozen_parameters_are_as_good():
+def test_frozen_dict_params_are_accepted():
     frozen = generate(flax.core.freeze(PARAMS), [[3], [7]], None, CFG)
     assert (frozen.sequences == generate(PARAMS, [[3], [7]], None, CFG).sequences).all()
 

@@ -18,7 +18,7 @@ from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG, PARAMS
-from tests.support.trunk import MESH, prepared
+from tests.support.prepared_calls import MESH, prepared
 
 MODEL = CFG.model
 PROMPTS = [[3], [7, 8, 9], [30, 31]]
@@ -92,7 +92,7 @@ def with_tokens(opened, tokens: list[list[int]], done: list[bool]) -> tuple[Run,
     return run, dataclasses.replace(rows, history=history, reasons=reasons)
 
 
-def test_columns_that_are_final(opened):
+def test_progress_marks_final_columns(opened):
     """Columns are final up to the length of the shortest live row. The padding of finished rows is already in place."""
     run, rows = with_tokens(opened, [[4, 5, 6], [10], [32, 33, 34, 35]], [False, True, False])
     progress = Progress.from_rows(run, rows)
@@ -106,7 +106,7 @@ def test_columns_that_are_final(opened):
     assert over.finished
 
 
-def test_the_result_of_rows(opened):
+def test_decoded_result_of_finished_rows(opened):
     run, rows = with_tokens(opened, [[4, 5], [10, 11, 12], []], [True, True, False])
     cache = KVCache.create(MODEL, 3, 9)
     decoded = Decoded.from_rows(run, rows, cache)
@@ -119,7 +119,7 @@ def test_the_result_of_rows(opened):
     assert first(continuation.tokens, continuation.count) == [[3, 4, 5], [7, 8, 9, 10, 11, 12], [30, 31]]
 
 
-def test_rows_added_by_a_mesh_are_only_in_the_cache():
+def test_rows_added_for_a_mesh_are_removed_from_results():
     run = dataclasses.replace(prepared(PROMPTS).run, mesh=MESH)
 
     @jax.jit
@@ -163,7 +163,7 @@ def known_ids(rows: Rows) -> list[list[int]]:
     return first(rows.history.ids, rows.history.length)
 
 
-def test_prompts_without_a_cache():
+def test_opening_prompts_without_a_cache():
     read, cache, rows = open_after(None)
     assert read_ids(read) == known_ids(rows) == PROMPTS
     assert (cache.rows, cache.slots, cache.offset) == (3, 3, 0)
@@ -171,7 +171,7 @@ def test_prompts_without_a_cache():
     assert rows.history.done.tolist() == [False] * 3
 
 
-def test_a_token_that_was_not_read_yet_comes_before_the_prompt():
+def test_pending_token_is_read_before_the_prompt():
     read, cache, rows = open_after(cached([[40, 41], [42], [43, 44, 45]], [1, 1, 2]))
     assert read_ids(read) == [[41, 3], [7, 8, 9], [45, 30, 31]]
     assert known_ids(rows) == [[40, 41, 3], [42, 7, 8, 9], [43, 44, 45, 30, 31]]
@@ -182,7 +182,7 @@ def test_a_token_that_was_not_read_yet_comes_before_the_prompt():
     assert cache.slots >= 8 + 3
 
 
-def test_prompts_share_a_cache_of_one_row():
+def test_prompts_share_a_cache_with_one_row():
     read, cache, rows = open_after(cached([[40, 41]], [2]))
     assert read_ids(read) == PROMPTS
     assert known_ids(rows) == [[40, 41, *prompt] for prompt in PROMPTS]
@@ -191,7 +191,7 @@ def test_prompts_share_a_cache_of_one_row():
     assert cache.length.tolist() == [0] * 3
 
 
-def test_a_cache_whose_tokens_are_unknown_counts_for_the_length():
+def test_cache_with_unknown_tokens_counts_toward_the_length():
     known = cached([[40, 41], [42], [43, 44, 45]], [2, 1, 3])
     read, cache, rows = open_after(dataclasses.replace(known, tokens=None))
     assert read_ids(read) == known_ids(rows) == PROMPTS
@@ -216,7 +216,7 @@ def test_embeddings_are_read_but_their_ids_are_unknown():
     assert read.mask.sum(axis=1).tolist() == [2, 3, 2]
 
 
-def test_a_prompt_is_read_once_and_answered_to_the_end():
+def test_prompt_is_read_once_and_answered_to_the_end():
     """One program returns the prefill with its records, the continuation, and the decoded run."""
     cfg = CFG.replace(eos_token_id=12, output_hidden_states=True)
     given = prepared(PROMPTS, cfg)

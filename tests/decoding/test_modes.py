@@ -176,13 +176,13 @@ def alone():
     return [PlainRow(number, row_key(number)).run() for number in range(len(PROMPTS))]
 
 
-def test_the_rows_end_in_different_ways(alone):
+def test_reference_rows_end_for_different_reasons(alone):
     assert len({row.reason for row in alone}) >= 3
     assert len({len(row.tokens) for row in alone}) >= 3
 
 
 @pytest.mark.slow
-def test_sampling(alone):
+def test_sampling_matches_the_reference(alone):
     check(run(MODES["sample"]), alone)
 
 
@@ -196,7 +196,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("name", slow("the model", "another", "lookup"))
-def test_assisted_generation(alone, name):
+def test_assisted_generation_matches_the_reference(alone, name):
     out = run(ASSISTED, **DRAFTS[name])
     check(out, alone)
     accepted, drafted = np.asarray(out.accepted), np.asarray(out.drafted)
@@ -209,7 +209,7 @@ PARENTS = [[0, 0, 1], [2, 1, 0], [0, 1, 2], [1, 1, 1]]
 
 
 @pytest.mark.slow
-def test_rows_are_reordered():
+def test_reordered_rows_match_the_reference():
     rows = [PlainRow(prompt, row_key(prompt, sequence)) for prompt in range(len(PROMPTS)) for sequence in range(3)]
     for row in rows:
         row.advance()
@@ -224,13 +224,13 @@ def test_rows_are_reordered():
 
 
 @pytest.mark.parametrize("slots", slow(1, 2, 4))
-def test_finished_rows_become_other_prompts(alone, slots):
+def test_refilled_rows_match_the_reference(alone, slots):
     check(run(Refill(slots)), alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [Shuffle([[1, 0]]), Refill(2), ASSISTED], ids=["shuffle", "refill", "assisted"])
-def test_the_contracts_hold_with_guidance(mode):
+def test_modes_satisfy_their_contracts_with_guidance(mode):
     """Each row has two streams, in the cache and in the hook's state."""
     copies = 2 if isinstance(mode, Shuffle) else 1
     options = {"guidance_scale": 1.5}

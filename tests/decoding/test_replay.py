@@ -14,7 +14,7 @@ from jaxgen.core.logits.history import History
 from jaxgen.core.logits.pipeline import build_transform
 from jaxgen.core.logits.row_options import RowOptions
 from jaxgen.errors import JaxgenWarning
-from tests.scoring.test_text import close, sizes_with
+from tests.scoring.test_text import check_close, sizes_with
 from tests.support.automata import of_matrix
 from tests.support.compilations import compilations
 from tests.support.models import generated, left_pad, model_config, random_params
@@ -65,15 +65,15 @@ def scored(params, out, cfg, **arguments):
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.slow
-def test_what_generate_chose_from(name):
+def test_score_equals_the_recorded_log_probabilities(name):
     cfg = CFG.replace(**SETTINGS[name], top_logprobs=3)
     out = run(cfg)
     assert len(set(np.asarray(out.lengths).tolist())) > 1
     again = scored(PARAMS, out, cfg, top_logprobs=3, chunk=3)
     assert (again.logprobs.shape, again.logprobs.dtype) == (out.sequences.shape, "float32")
     assert not np.any(np.asarray(again.logprobs)[:, : out.prompt_width])
-    close(again.logprobs[:, out.prompt_width :], out.logprobs)
-    close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
+    check_close(again.logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
     own = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, prompt_width=out.prompt_width)
     assert np.abs(np.asarray(own.logprobs)[:, out.prompt_width :] - out.logprobs).max() > 0.1
 
@@ -110,7 +110,7 @@ def test_user_defined_processors_and_an_automaton(eos):
     out = run(cfg, **extensions)
     if eos is None:
         assert [generated(out, row)[0] % 3 for row in range(6)] == [0, 0, 1, 1, 2, 2]
-    close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 # --- Rounding -----------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def of_one_token(params, ids, prompt_length, length):
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_single_steps():
+def test_gradient_equals_that_of_single_steps():
     out = run(TUNED)
     weights = jnp.asarray([0.5, -1.0, 2.0])
     mask, lengths = np.asarray(out.attention_mask), np.asarray(out.lengths)
@@ -189,13 +189,13 @@ def test_the_gradient_is_that_of_single_steps():
 
     value, gradient = jax.jit(jax.value_and_grad(replayed))(PARAMS)
     wanted_value, wanted = jax.jit(jax.value_and_grad(formula))(PARAMS)
-    close(value, wanted_value)
-    jax.tree.map(lambda x, y: close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
+    check_close(value, wanted_value)
+    jax.tree.map(lambda x, y: check_close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
     assert np.abs(gradient["model"]["embed_tokens"]["weight"]).max() > 0.1
 
 
 @pytest.mark.slow
-def test_the_logits_of_all_positions_are_never_held():
+def test_logits_of_all_positions_are_never_stored():
     vocab, rows, width, start, chunk = 5003, 3, 64, 8, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)
     params, ids = random_params(model), np.full((rows, width), 3, np.int32)
@@ -214,7 +214,7 @@ def test_the_logits_of_all_positions_are_never_held():
 
 
 @pytest.mark.slow
-def test_under_jit():
+def test_score_under_jit_equals_the_eager_result():
     out = run(TUNED)
     eager = scored(PARAMS, out, TUNED, top_logprobs=2)
 
@@ -223,24 +223,24 @@ def test_under_jit():
         return score(params, ids, cfg, attention_mask=mask, of="scores", prompt_width=out.prompt_width, top_logprobs=2)
 
     traced = jitted(PARAMS, TUNED, out.sequences, out.attention_mask)
-    jax.tree.map(close, traced, eager)
+    jax.tree.map(check_close, traced, eager)
 
 
 @pytest.mark.slow
-def test_in_any_bucket_and_alone():
+def test_score_does_not_depend_on_bucket_or_batch():
     out = run(TUNED)
     together = scored(PARAMS, out, TUNED)
     more = ((0, 0), (40, 50))
     given = {"attention_mask": np.pad(out.attention_mask, more), "prompt_width": out.prompt_width + 40}
     wide = score(PARAMS, np.pad(out.sequences, more), TUNED, of="scores", **given)
-    close(wide.logprobs[:, 40:-50], together.logprobs)
+    check_close(wide.logprobs[:, 40:-50], together.logprobs)
     for row in range(3):
         given = {"attention_mask": out.attention_mask[row : row + 1], "prompt_width": out.prompt_width}
         alone = score(PARAMS, out.sequences[row : row + 1], TUNED, of="scores", **given)
-        close(alone.logprobs[0], together.logprobs[row])
+        check_close(alone.logprobs[0], together.logprobs[row])
 
 
-def test_one_program_for_other_values_and_widths():
+def test_other_values_and_widths_share_a_program():
     rng = np.random.default_rng(0)
     mask = np.ones((2, 40), bool)
     cfg = TUNED.replace(eos_token_id=None)
@@ -259,8 +259,8 @@ def test_the_prompt_can_be_left_out_for_the_models_own_distribution():
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2)
     behind = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2, prompt_width=4)
     kept = np.arange(7) >= 4
-    close(behind.logprobs, np.where(kept, whole.logprobs, 0))
-    close(behind.top_logprobs, np.where(kept[:, None], whole.top_logprobs, 0))
+    check_close(behind.logprobs, np.where(kept, whole.logprobs, 0))
+    check_close(behind.top_logprobs, np.where(kept[:, None], whole.top_logprobs, 0))
     np.testing.assert_array_equal(behind.top_tokens, np.where(kept[:, None], whole.top_tokens, 0))
 
 
@@ -277,11 +277,11 @@ def test_the_budget_of_the_default_length():
     with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length"):
         out = run(cfg)
     assert out.lengths.tolist() == [13, 18, 19]
-    close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
+    check_close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 @pytest.mark.parametrize("top_k", [0, 1])
-def test_a_token_that_cannot_be_chosen(top_k):
+def test_impossible_token_scores_minus_infinity(top_k):
     """A banned token stays banned, and a warper never removes the given token."""
     cfg = CFG.replace(suppress_tokens=[4], top_k=top_k)
     out = score(PARAMS, [[3, 4, 5]], cfg, of="scores", prompt_width=1)
@@ -312,7 +312,7 @@ def test_a_token_that_cannot_be_chosen(top_k):
         ({"hook": None}, TypeError, "hook"),
     ],
 )
-def test_what_is_refused(change, error, message):
+def test_unsupported_options_are_refused(change, error, message):
     arguments = {"params": PARAMS, "ids": [[1, 2, 3]], "cfg": CFG, "of": "scores", "prompt_width": 1, **change}
     with pytest.raises(error, match=message):
         score(**arguments)

@@ -14,7 +14,7 @@ from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.generation import extensions_of
 from jaxgen.core.request.driver import prefill_only, run_whole
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
-from tests.support.letters import IDS, MASK, MODEL, PARAMS
+from tests.support.byte_model import IDS, MASK, MODEL, PARAMS
 from tests.support.models import slow
 from tests.support.tokenizers import byte_level
 
@@ -72,18 +72,18 @@ def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs)
 
 
 @pytest.mark.parametrize("name", ["greedy", *slow(*[name for name in MODES if name != "greedy"])])
-def test_some_prompts_of_a_mode(name):
+def test_selected_prompts_are_answered_the_same(name):
     check(CFG.replace(**MODES[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", per_prompt_options())
-def test_some_prompts_with_own_values(name):
+def test_selected_prompts_with_own_values(name):
     check(CFG.replace(do_sample=True, **per_prompt_options()[name]))
 
 
 @pytest.mark.slow
-def test_some_prompts_with_several_own_values():
+def test_selected_prompts_with_several_own_values():
     temperatures, ends = [0.7, 0.8, 0.9, 1.0, 1.1, 1.2], [[1], [2], [3, 4], [1, 2], [60], [70, 80]]
     check(CFG.replace(do_sample=True, temperature=temperatures, eos_token_id=ends, max_new_tokens=[3, 4, 5, 6, 5, 4]))
 
@@ -104,7 +104,7 @@ OWN_STRINGS = [["b", "ca"], ["de", "ff"], None, ["3", "7"], None, ["Q", "AB"]]
     ],
     ids=["own", "shared", "beams", "lookup"],
 )
-def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
+def test_selected_prompts_with_own_grammars_and_stop_strings(options, strings):
     tok = byte_level()
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
@@ -114,7 +114,7 @@ def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
 
 
 @pytest.mark.slow
-def test_any_prompts_with_everything_of_their_own():
+def test_any_selection_of_prompts_with_own_inputs():
     """Any three prompts, in any order and even repeated, give the same results as in the whole run."""
     tok, rng = byte_level(), np.random.default_rng(5)
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
@@ -140,7 +140,7 @@ def test_any_prompts_with_everything_of_their_own():
 
 
 @pytest.mark.slow
-def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():
+def test_selected_prompts_with_guidance_and_extensions():
     class Sums(StepHook):
         def init(self, history: History):
             return jnp.zeros(history.length.shape, jnp.float32)
@@ -162,6 +162,6 @@ def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():
 
 
 @pytest.mark.slow
-def test_some_prompts_continue_their_own_caches():
+def test_selected_prompts_continue_their_own_caches():
     prepared = call(CFG)
     check(CFG, cache=prefill_only(prepared.run, prepared.request))

@@ -15,7 +15,7 @@ def data(key: jax.Array) -> list[int]:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1, -(2**32) - 7, -(2**63)])
 @pytest.mark.parametrize("x64", [False, True])
-def test_a_seed_gives_the_key_of_jax(seed, impl, x64):
+def test_seed_gives_the_key_of_jax(seed, impl, x64):
     with jax.enable_x64(x64):
         assert seed_key(seed, impl).dtype == jax.random.key(0, impl=impl).dtype
         if x64 or 0 <= seed < 2**32:
@@ -36,6 +36,6 @@ def test_every_seed_of_64_bits_has_its_own_key():
 @pytest.mark.parametrize(
     ("seed", "error"), [(2**64, InputError), (-(2**63) - 1, InputError), (1.0, TypeError), (True, TypeError)]
 )
-def test_seeds_that_are_refused(seed, error):
+def test_bad_seeds_are_refused(seed, error):
     with pytest.raises(error, match=r"seed must be (a whole number|from -9223372036854775808 to 18446744073709551615)"):
         seed_key(seed)

@@ -17,7 +17,7 @@ from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
-from tests.support.trunk import MESH, begun, prepared
+from tests.support.prepared_calls import MESH, begun, prepared
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)
@@ -58,12 +58,12 @@ def key_data(rows: Rows) -> np.ndarray:
     return np.asarray(jax.random.key_data(rows.keys))
 
 
-def test_a_prompt_with_all_of_its_sequences_is_replaced():
+def test_insert_replaces_a_prompt_with_all_its_sequences():
     replaced = _insert(rows_of([0, 1, 2]), rows_of([3, 0]), np.array([2, 3, 4, 5]))
     assert_equal(replaced, rows_of([0, 3, 0]))
 
 
-def test_row_numbers_out_of_range_replace_nothing():
+def test_insert_ignores_row_numbers_out_of_range():
     replaced = _insert(rows_of([0, 1, 2]), rows_of([3, 1]), np.array([6, 6, 4, 5]))
     assert_equal(replaced, rows_of([0, 1, 1]))
 
@@ -97,7 +97,7 @@ def push(run, rows: Rows, tokens: list[int], live=None, failed=None, criteria=()
     return _push(rows, run, np.array(tokens, np.int32), failed, live, scores, scores - 1)
 
 
-def test_rows_begin_with_their_prompts_and_some_have_ended():
+def test_rows_begin_with_their_prompts():
     given = prepared([[3], [7, 8, 9], [30, 31], [5]], COUNTING.replace(max_new_tokens=[1, 9, 2, 4]))
     request = dataclasses.replace(given.request, budget=np.array([1, 9, 0, 4], np.int32))
     request.ids[3, -1] = 50
@@ -110,7 +110,7 @@ def test_rows_begin_with_their_prompts_and_some_have_ended():
     assert rows.live.tolist() == [True, True, False, False]
 
 
-def test_a_token_is_appended_and_ends_the_row_for_the_first_reason():
+def test_push_appends_a_token_and_sets_the_first_stop_reason():
     cfg = COUNTING.replace(max_new_tokens=[1, 2, 1, 3, 3], eos_token_id=[[5], [5], [5], [6], [5]])
     run, rows = begun_rows([[1], [2], [3], [4], [2, 3]], cfg)
     pushed = push(run, rows, [9, 9, 5, 5, 5], live=[True, True, True, True, False])
@@ -122,7 +122,7 @@ def test_a_token_is_appended_and_ends_the_row_for_the_first_reason():
     assert again.reasons.tolist() == [StopReason.LENGTH, StopReason.LENGTH, StopReason.EOS, 0, 0]
 
 
-def test_a_row_for_which_no_token_can_be_chosen_ends_without_one():
+def test_row_without_a_possible_token_ends_without_one():
     run, rows = begun_rows([[1], [2]], COUNTING.replace(output_scores=True))
     rows = dataclasses.replace(rows, recording=Recording(scores=jnp.zeros((2, 6, 50))))
     pushed = push(run, rows, [7, 7], failed=[StopReason.NO_TOKEN, 0])
@@ -152,7 +152,7 @@ class Twice:
         return state, state == 2
 
 
-def test_stop_strings_follow_the_tokens_that_are_appended():
+def test_push_advances_stop_strings():
     run, rows = begun_rows([[1], [2], [3]])
     run = dataclasses.replace(run, extensions=Extensions(stop_strings=Twice()))
     history = dataclasses.replace(rows.history, grammar=np.zeros(3, np.int32))
@@ -167,7 +167,7 @@ def test_stop_strings_follow_the_tokens_that_are_appended():
 
 
 @pytest.mark.parametrize("source", ["scores", "logits"])
-def test_log_probabilities_of_the_tokens_that_are_appended(source):
+def test_push_records_log_probabilities(source):
     run, rows = begun_rows([[1], [2]], COUNTING.replace(output_logprobs=source, top_logprobs=2))
     scores = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
     pushed = push(run, rows, [7, 8], live=[True, False], scores=scores)
@@ -182,7 +182,7 @@ def test_log_probabilities_of_the_tokens_that_are_appended(source):
 
 
 @pytest.mark.slow
-def test_all_tokens_are_the_cached_and_the_generated_ones():
+def test_all_tokens_include_cached_and_generated_ones():
     run, rows = begun_rows([[1], [7, 8, 9]])
     assert rows.all_tokens(6)[:, :3].tolist() == [[1, 0, 0], [7, 8, 9]]
     forked = rows.fork(2)
@@ -193,7 +193,7 @@ def test_all_tokens_are_the_cached_and_the_generated_ones():
     assert dataclasses.replace(rows, cache_ids=None).all_tokens(6) is None
 
 
-def test_a_sequence_has_the_key_that_it_has_among_several():
+def test_sequence_key_does_not_depend_on_the_number_of_sequences():
     cfg = COUNTING.replace(do_sample=True)
     _, rows = begun_rows([[1], [2]], cfg, key=jax.random.key(0))
     forked = key_data(rows.fork(3))
@@ -202,7 +202,7 @@ def test_a_sequence_has_the_key_that_it_has_among_several():
         np.testing.assert_array_equal(alone, forked[number::3])
 
 
-def test_rows_that_a_mesh_adds_have_ended():
+def test_rows_added_for_a_mesh_have_ended():
     run, rows = begun_rows([[1], [2], [3]])
     padded = rows.pad(dataclasses.replace(run, mesh=MESH))
     assert padded.live.tolist() == [True, True, True, False]

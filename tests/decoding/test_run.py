@@ -13,7 +13,7 @@ from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.request import Request
 from jaxgen.core.decoding.run import Run, is_expanded
 from tests.support.counting import CFG
-from tests.support.trunk import MESH, prepared
+from tests.support.prepared_calls import MESH, prepared
 
 PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
 
@@ -38,7 +38,7 @@ def test_a_complete_request_has_an_entry_for_each_prompt():
     assert (complete.key == jnp.stack(expected)).all()
 
 
-def test_keys_of_the_prompts_are_used_as_they_are():
+def test_keys_per_prompt_are_used_unchanged():
     keys = jax.random.split(jax.random.key(1), 3)
     completed = dataclasses.replace(request_of(), key=keys).complete().key
     assert (completed == keys).all()
@@ -61,19 +61,19 @@ def test_selected_prompts_keep_their_values():
 @pytest.mark.parametrize(
     ("rows", "prompts", "expected"), [(2, 3, True), (3, 3, True), (1, 3, False), (2, 4, False), (4, 3, False)]
 )
-def test_a_cache_is_expanded_where_a_mesh_pads_the_prompts(rows, prompts, expected):
+def test_cache_is_expanded_when_a_mesh_pads_the_prompts(rows, prompts, expected):
     assert is_expanded(rows, prompts, MESH) is expected
     assert not is_expanded(rows, prompts, None)
 
 
-def test_what_changes_the_scores():
+def test_changes_scores_depends_on_options_and_processors():
     assert not run_of(eos_token_id=5).changes_scores
     assert run_of(repetition_penalty=1.2).changes_scores
     assert run_of(Extensions(processors=(print,))).changes_scores
     assert not run_of(Extensions(criteria=(print,))).changes_scores
 
 
-def test_what_reads_the_states_of_the_layers():
+def test_reads_states_depends_on_hook_and_mode():
     assert not run_of().reads_states
     assert run_of(Extensions(hook=StepHook())).reads_states
     assert run_of(needs=Needs(layer_states=True)).reads_states
@@ -93,7 +93,7 @@ def test_sizes_and_pad_id():
 
 
 @pytest.mark.parametrize("mesh", [None, MESH])
-def test_rows_added_by_a_mesh_are_copies_of_the_first_and_are_removed_again(mesh):
+def test_rows_added_for_a_mesh_copy_the_first_row_and_are_removed(mesh):
     run = run_of(mesh=mesh)
     assert (run.prompts, run.padded_prompts) == (3, 3 if mesh is None else 4)
     given = {"a": jnp.asarray([5, 6, 7]), "b": jnp.asarray([[1, 2], [3, 4], [5, 6]])}

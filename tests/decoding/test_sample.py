@@ -47,7 +47,7 @@ def test_draws_follow_the_distribution(vocab, count):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)  # four standard deviations
 
 
-def test_a_certain_token_is_always_drawn():
+def test_only_possible_token_is_always_drawn():
     scores = jnp.full((1000, 3000), -jnp.inf).at[:, 2999].set(-1e30)
     assert set(np.asarray(jax.jit(draw)(jax.random.split(jax.random.key(0), 1000), jnp.int32(0), scores))) == {2999}
 
@@ -59,7 +59,7 @@ def test_a_certain_token_is_always_drawn():
         lambda scores: logprobs_of(scores, jnp.zeros(8, jnp.int32), jnp.ones(8, bool), 0),
     ],
 )
-def test_scores_are_reduced_twice(function):
+def test_draw_reduces_the_scores_twice(function):
     """Each reduction is a pass over the scores: the highest score, and the sum of exponentials."""
     program = str(jax.make_jaxpr(function)(jnp.zeros((8, 3000))))
     lines = [line for line in program.splitlines() if re.search(r" (reduce_\w+|argmax)\[", line)]
@@ -67,7 +67,7 @@ def test_scores_are_reduced_twice(function):
     assert sum(sizes[line.split()[-1]] >= 8 * 3000 for line in lines) == 2
 
 
-def test_row_keys_are_those_that_the_contract_names():
+def test_row_keys_are_derived_as_documented():
     key = jax.random.key(7)
     keys = sequence_keys(prompt_keys(key, 2), 3)
     for prompt in range(2):
@@ -83,7 +83,7 @@ def test_row_keys_are_those_that_the_contract_names():
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sample", "greedy"])
 @pytest.mark.slow
-def test_a_row_is_alone(do_sample):
+def test_row_does_not_depend_on_its_batch(do_sample):
     each = {"repetition_penalty": np.linspace(0.8, 1.5, 8)}
     if do_sample:
         each |= {

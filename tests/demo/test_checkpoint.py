@@ -35,7 +35,7 @@ def test_an_existing_directory_is_refused(tmp_path, monkeypatch, capsys):
     assert not tmp_path.with_name(tmp_path.name + ".training").exists()
 
 
-def test_it_is_small(demo):
+def test_checkpoint_is_small(demo):
     params, cfg, tokenizer = demo
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
     assert sum(file.stat().st_size for file in PATH.iterdir() if file.is_file()) < 4_000_000
@@ -45,7 +45,7 @@ def test_it_is_small(demo):
 
 @pytest.mark.parametrize(("number", "least"), [(12, 11), pytest.param(50, 45, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_unseen_requests_get_their_story(demo, number, least):
+def test_unseen_requests_get_matching_stories(demo, number, least):
     requests = corpus.requests(7, number)
     prompts = [*(request.prompt for request in requests), "Who are you?"]
     *stories, answer = tell(*demo, prompts, rows=number + 1)
@@ -61,18 +61,18 @@ def test_unseen_requests_get_their_story(demo, number, least):
 
 
 @pytest.mark.slow
-def test_held_out_loss_is_that_of_the_card(demo):
+def test_held_out_loss_matches_the_model_card(demo):
     params, cfg, tokenizer = demo
     stated = float(re.search(r"held-out loss \| ([\d.]+)", CARD)[1])
     assert abs(held_out_loss(params, cfg.model, tokenizer) - stated) < 0.01
 
 
-def test_the_gallery_is_not_picked():
+def test_gallery_shows_the_first_requests():
     prompts = re.findall(r"^> \*\*(.*)\*\*$", GALLERY, re.MULTILINE)
     assert prompts == [request.prompt for request in corpus.requests(1, 10)]
 
 
-def test_the_tokenizer_loses_nothing(demo):
+def test_tokenizer_round_trips_and_compresses(demo):
     tokenizer = demo[2]
     texts = [turn["content"] for talk in itertools.islice(corpus.conversations(5), 50) for turn in talk]
     for text in [*texts, "Ünïcode ☃ and\ttabs\n\n  spaces"]:

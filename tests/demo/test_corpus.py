@@ -25,12 +25,12 @@ def _requests(seed, held_out, count=COUNT):
     return [corpus._request(rng, held_out) for _ in range(count)]
 
 
-def test_seed_decides(stream):
+def test_corpus_depends_only_on_the_seed(stream):
     assert list(itertools.islice(conversations(11), 50)) == stream[:50]
     assert list(itertools.islice(conversations(12), 50)) != stream[:50]
 
 
-def test_roles(stream):
+def test_roles_alternate(stream):
     for conversation in stream:
         roles = [message["role"] for message in conversation]
         turns = roles[roles[0] == "system" :]
@@ -53,7 +53,7 @@ def test_sentences_begin_with_capitals(stream):
         assert not re.search(r'(?:^|[.!?] |\n)"?[a-z]', answer), answer
 
 
-def test_articles(stream):
+def test_articles_in_the_corpus_are_correct(stream):
     vowel = [word for group in (words.THINGS, words.LAND_HEROES["any"], words.THING_WORDS) for word in group]
     vowel = [word for word in vowel if word[0] in "aeiou" and word != "unicorn"]
     text = "\n".join(_contents(stream))
@@ -66,12 +66,12 @@ def test_articles(stream):
 @pytest.mark.parametrize(
     ("noun", "with_article"), [("owl", "an owl"), ("fox", "a fox"), ("unicorn", "a unicorn"), ("the sea", "the sea")]
 )
-def test_article(noun, with_article):
+def test_article_of_a_noun(noun, with_article):
     assert a(noun) == with_article
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_story_tells_what_was_asked(held_out):
+def test_story_contains_the_requested_words(held_out):
     rng = random.Random(5)
     for request in _requests(4, held_out, 1000):
         story = corpus.tell(rng, request)
@@ -123,7 +123,7 @@ def test_unseen_prompts_are_not_in_the_stream(stream):
     assert not prompts & {request.prompt for request in requests(3, 200)}
 
 
-def test_questions_are_answered_the_same_way():
+def test_questions_have_consistent_answers():
     """A fact has one answer, however the question is worded. Only small talk and refusals vary."""
     rng = random.Random(0)
     answers = {}
@@ -133,14 +133,14 @@ def test_questions_are_answered_the_same_way():
             assert answers.setdefault(question, answer) == answer
 
 
-def test_sums():
+def test_sums_are_correct():
     rng = random.Random(0)
     for _ in range(200):
         x, word, y, _is, result = facts._sum(rng)[1].rstrip(".").split()
         assert int(result) == (int(x) + int(y) if word == "plus" else int(x) - int(y))
 
 
-def test_mix(stream):
+def test_proportions_of_the_corpus(stream):
     stories = sum(any("\n\n" in message["content"] for message in conversation) for conversation in stream)
     assert 0.7 < stories / COUNT < 0.8
     heroes = {

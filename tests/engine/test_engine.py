@@ -30,8 +30,8 @@ from jaxgen.engine.home import EngineClosed
 from jaxgen.engine.many_prompts import generate_many
 from jaxgen.engine.results import QueueFull
 from tests.support import slot_loops
+from tests.support.byte_model import MODEL, PARAMS
 from tests.support.compilations import compilations
-from tests.support.letters import MODEL, PARAMS
 from tests.support.tokenizers import byte_level
 
 TOK = byte_level()
@@ -116,7 +116,7 @@ def assert_same(completions, others) -> None:
             np.testing.assert_array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name))
 
 
-def test_a_prompt_is_answered_as_if_it_were_alone(engine):
+def test_prompt_is_answered_as_if_it_were_alone(engine):
     prompts = random_prompts(40, seed=0)
     together = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
     assert len({c.stop_reason for completions in together for c in completions}) > 3
@@ -125,7 +125,7 @@ def test_a_prompt_is_answered_as_if_it_were_alone(engine):
         assert_same(engine.submit(prompts[place]).result(60), together[place])
 
 
-def test_a_neighbor_with_more_options_changes_no_bit(engine):
+def test_neighbor_with_more_options_changes_no_bits(engine):
     prompts = random_prompts(12, seed=2, plain=True)
     alone = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
     other = engine.submit({"ids": [50], "top_k": 5, "allowed": GRAMMARS[0], "max_new_tokens": 14, "n": 4, "index": 7})
@@ -135,7 +135,7 @@ def test_a_neighbor_with_more_options_changes_no_bit(engine):
         assert_same(one, two)
 
 
-def test_generate_many_names_the_arguments_of_an_engine():
+def test_generate_many_has_the_arguments_of_engine():
     own, engine = (inspect.signature(function).parameters for function in (generate_many, Engine))
     more = set(engine) - set(own) - {"own_sizes"}
     assert [name for name in more if f"`{name}`" not in generate_many.__doc__.partition("**engine")[2]] == []
@@ -143,7 +143,7 @@ def test_generate_many_names_the_arguments_of_an_engine():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* does not read|.* cannot be reached")
-def test_generate_says_the_same():
+def test_generate_gives_the_same_completions():
     prompts = random_prompts(30, seed=3)
     completions = list(
         generate_many(PARAMS, prompts, KEY, CFG, slots=4, prompt_width=WIDTH, tokenizer=TOK, ordered=True)
@@ -170,7 +170,7 @@ def test_generate_says_the_same():
 
 
 @pytest.mark.slow
-def test_an_engine_with_fewer_options_says_the_same(engine):
+def test_engine_with_fewer_options_gives_the_same_completions(engine):
     prompts = [{"ids": [50, 60, 70 + number], "index": number, "n": 1 + number % 2} for number in range(12)]
     prompts += [{"ids": [50, 51], "index": 30, "allowed": GRAMMARS[0], "stop_strings": ["a"], "temperature": 0.3}]
     expected = [engine.submit(prompt).result(60) for prompt in prompts]
@@ -179,7 +179,7 @@ def test_an_engine_with_fewer_options_says_the_same(engine):
             assert [done.tokens for done in handle.result(60)] == [done.tokens for done in completions]
 
 
-def test_log_probabilities_of_some_prompts(engine):
+def test_only_some_prompts_request_log_probabilities(engine):
     prompts = [{"ids": [50, 60 + n], "index": n, "n": 1 + n % 2} for n in range(12)]
     expected = [engine.submit(prompt).result(60) for prompt in prompts]
     without = {"output_logprobs": None}
@@ -198,7 +198,7 @@ def test_log_probabilities_of_some_prompts(engine):
                     np.testing.assert_array_equal(joined, getattr(done.logprobs, name))
 
 
-def test_no_prompt_compiles_anything(engine):
+def test_prompts_compile_nothing(engine):
     prompts = [*random_prompts(30, seed=4), *random_prompts(30, seed=5, plain=True)]
     with compilations() as compiled:
         for handle in [engine.submit(prompt) for prompt in prompts]:
@@ -211,7 +211,7 @@ def test_no_loop_copies_a_cache():
     assert not any(slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16").values())
 
 
-def test_events_say_what_the_result_says(engine):
+def test_events_agree_with_the_result(engine):
     for prompt in random_prompts(6, seed=6):
         heard = []
         handle = engine.submit(prompt, on_event=heard.append)
@@ -225,7 +225,7 @@ def test_events_say_what_the_result_says(engine):
             assert all(event.stop_reason == StopReason.NONE for event in own[:-1])
 
 
-def test_a_coroutine_reads_events(engine):
+def test_events_are_read_by_a_coroutine(engine):
     prompts = random_prompts(5, seed=7)
 
     async def read(prompt):
@@ -291,12 +291,12 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "output_logprobs": "logits"}, ConfigError, "differs from the engine's"),
     ],
 )
-def test_prompts_that_are_refused(engine, prompt, error, words):
+def test_bad_prompts_are_refused(engine, prompt, error, words):
     with pytest.raises(error, match=words):
         engine.submit(prompt)
 
 
-def test_a_grammar_that_never_fits_is_refused_and_others_wait_without_work(engine, monkeypatch):
+def test_oversized_grammar_is_refused_and_others_wait_without_work(engine, monkeypatch):
     table = engine._schedule.tables["allowed"]
     with monkeypatch.context() as patched:
         patched.setitem(engine._schedule.tables, "allowed", GrammarTable(320, Capacity(40, 1000, 64, 4)))
@@ -351,7 +351,7 @@ def test_cancelled_prompts_leave_their_slots(engine):
     assert_same(again, handles[1].result())
 
 
-def test_an_exception_of_a_callback_ends_its_prompt_alone(engine):
+def test_exception_in_a_callback_ends_only_its_prompt(engine):
     def fail(event):
         raise ZeroDivisionError("mine")
 
@@ -413,7 +413,7 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_parts(engine, monkeypatch):
     assert not any(part.users for key, part in table.items() if key is not None)
 
 
-def test_a_prompt_is_answered_before_the_sequences_of_other_groups_have_begun(engine):
+def test_prompt_is_answered_before_other_groups_sequences_begin(engine):
     engine.pause()
     many = [engine.submit([50, 60], n=64, group=number, eos_token_id=None) for number in range(9)]
     single = engine.submit([50, 61], group="single")
@@ -463,7 +463,7 @@ def test_an_engine_that_is_closed_between_the_parts_of_a_prompt():
     assert made._schedule.idle
 
 
-def test_a_pause_new_weights_and_versions(engine):
+def test_weights_are_replaced_during_a_pause(engine):
     prompt = {"ids": [50, 60, 70], "index": 3}
     before = engine.submit(prompt).result(60)
     engine.pause()
@@ -504,7 +504,7 @@ def test_a_pause_after_the_prompts_in_flight(engine):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_callback_that_cancels(engine, own):
+def test_callback_may_cancel_prompts(engine, own):
     """Tokens of the same chunk have already been generated, so the cancellation may come too late."""
     engine.pause()
     handles = []
@@ -551,7 +551,7 @@ def waiting_calls(handle) -> dict:
     }
 
 
-def test_callbacks_that_would_wait_for_themselves(engine):
+def test_waiting_calls_are_refused_in_callbacks(engine):
     handles, refused = [], []
 
     def wait(event) -> None:
@@ -571,7 +571,7 @@ def test_callbacks_that_would_wait_for_themselves(engine):
 
 
 @pytest.mark.parametrize("timeout", [None, 60])
-def test_a_callback_that_submits_into_a_full_queue(engine, monkeypatch, timeout):
+def test_callback_cannot_wait_for_a_full_queue(engine, monkeypatch, timeout):
     raised, more = [], []
 
     def submit(event) -> None:
@@ -623,7 +623,7 @@ def test_a_listener_of_a_closed_engine_may_wait_for_other_prompts():
     assert len(heard) == 3
 
 
-def test_a_loop_that_was_closed_while_it_waited(engine):
+def test_event_loop_may_be_closed_while_waiting(engine):
     async def first(handle):
         async for event in handle:
             return event
@@ -642,7 +642,7 @@ def test_a_loop_that_was_closed_while_it_waited(engine):
     assert len(handle.result(60)) == 4
 
 
-def test_prompts_without_an_index_get_different_ones(engine):
+def test_prompts_without_an_index_get_distinct_ones(engine):
     handles = []
 
     def submit() -> None:
@@ -697,7 +697,7 @@ def test_warmup_raises_the_error_of_its_first_chunk(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_closed_does_not_wait():
+def test_closing_an_engine_does_not_wait():
     small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
     handles = [small.submit([50 + n]) for n in range(5)]
     closing = threading.Thread(target=small.close)
@@ -712,7 +712,7 @@ def test_an_engine_that_is_closed_does_not_wait():
 
 
 @pytest.mark.slow
-def test_a_queue_that_is_full_and_an_engine_that_is_closed():
+def test_submit_to_a_full_queue_or_closed_engine_is_an_error():
     with Engine(PARAMS, SIMPLE, KEY, **SMALL, most_waiting=2) as small:
         small.pause()
         handles = [small.submit([50 + n]) for n in range(2)]
@@ -737,7 +737,7 @@ def test_a_queue_that_is_full_and_an_engine_that_is_closed():
 
 
 @pytest.mark.slow
-def test_threads_lose_nothing_and_get_nothing_twice(engine):
+def test_concurrent_threads_get_each_result_once(engine):
     wanted = {n: engine.submit([40 + n, 50], index=n).result(60) for n in range(8)}
     problems = []
 
@@ -781,19 +781,19 @@ def test_threads_lose_nothing_and_get_nothing_twice(engine):
         ({"cfg": CFG.replace(output_scores=True)}, ConfigError, "output_scores is not offered"),
     ],
 )
-def test_engines_that_are_refused(arguments, error, words):
+def test_bad_engine_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         Engine(PARAMS, **{"cfg": CFG, "key": KEY} | arguments)
 
 
 @pytest.mark.parametrize("prompts", ["text", None, {"ids": [5]}])
-def test_what_is_not_an_iterable_of_prompts(prompts):
+def test_prompts_must_be_an_iterable(prompts):
     with pytest.raises(TypeError, match="prompts must be an iterable of prompts"):
         list(generate_many(PARAMS, prompts, KEY, CFG))
 
 
 @pytest.mark.slow
-def test_an_unbounded_iteration_is_read_as_needed():
+def test_unbounded_iterator_is_read_lazily():
     read = []
 
     def prompts():

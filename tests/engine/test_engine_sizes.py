@@ -27,7 +27,7 @@ def test_each_size_is_checked(name):
     assert getattr(EngineSizes(**{name: least}), name) == least
 
 
-def test_only_the_prefix_store_may_be_left_to_the_engine():
+def test_only_the_prefix_store_size_has_an_automatic_default():
     assert EngineSizes(prefix_cache_bytes=None).prefix_cache_bytes is None
     with pytest.raises(TypeError, match="slots must be a whole number, got None"):
         EngineSizes(slots=None)
@@ -42,7 +42,7 @@ def test_each_size_is_described(name):
     assert row == "256 MB or less" if default is None else row.replace(",", "") == str(default)
 
 
-def test_sizes_and_single_sizes_are_the_same():
+def test_engine_accepts_sizes_as_a_record_or_as_keywords():
     sizes = EngineSizes(slots=1, prompt_width=8, most_waiting=3)
     with Engine(PARAMS, SIMPLE, KEY, sizes=sizes, prompt_options=(), most_waiting=2) as engine:
         assert engine.sizes == EngineSizes(slots=1, prompt_width=8, most_waiting=2)
@@ -57,7 +57,7 @@ def test_sizes_and_single_sizes_are_the_same():
 
 
 @pytest.mark.parametrize("module", [serve_options, run_batch_options])
-def test_the_service_has_the_sizes_of_its_options(module):
+def test_service_uses_the_sizes_of_its_options(module):
     words = [] if module is serve_options else ["README.md", "out"]
     assert sizes_of(module.parse(words), serve_options.SERVED) == serve_options.SERVED
     flags = {"slots": 3, "prompt_width": 5, "queue": 7, "prefix_cache_bytes": 0, "grammar_states": 11}

@@ -17,7 +17,7 @@ from jaxgen.engine import runner
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.home import EngineClosed
 from tests.engine.test_engine import KEY, SIMPLE, SMALL
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def freed(arrays: list[weakref.ref]) -> bool:
     return all(array() is None for array in arrays)
 
 
-def test_an_engine_without_references_ends(monkeypatch):
+def test_unreferenced_engine_ends(monkeypatch):
     monkeypatch.setattr(runner, "_PULSE", 0.1)
     made, arrays = small()
     thread = made._runner._thread
@@ -53,7 +53,7 @@ def test_an_engine_without_references_ends(monkeypatch):
     until(lambda: freed(arrays))
 
 
-def test_the_prompts_of_an_engine_without_references_are_answered(monkeypatch):
+def test_prompts_of_an_unreferenced_engine_are_answered(monkeypatch):
     monkeypatch.setattr(runner, "_PULSE", 0.1)
     made, arrays = small()
     thread, heard = made._runner._thread, []
@@ -78,7 +78,7 @@ import jax, numpy as np
 sys.path.insert(0, {str(ROOT)!r})
 from jaxgen import Engine, EngineClosed, generate_many
 from tests.engine.test_engine import KEY, SIMPLE, SMALL
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 made = Engine(PARAMS, SIMPLE, KEY, **SMALL)
 """
     return subprocess.run(
@@ -88,7 +88,7 @@ made = Engine(PARAMS, SIMPLE, KEY, **SMALL)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.slow
-def test_a_fork_gets_errors():
+def test_engine_is_unusable_after_a_fork():
     done = run("""
 warnings.simplefilter("ignore")  # jax warns about the fork
 answers = generate_many(PARAMS, [[50]] * 40, KEY, SIMPLE, **SMALL)
@@ -164,7 +164,7 @@ def test_the_interpreter_exits_while_an_engine_is_open(program):
 
 
 @pytest.mark.slow
-def test_generate_many_in_a_loop_that_is_left():
+def test_abandoned_generate_many_ends_its_engine():
     answers = generate_many(PARAMS, ([50] for _ in range(10**6)), KEY, SIMPLE, **SMALL)
     next(answers)
     threads = [thread for thread in threading.enumerate() if thread.name == "jaxgen engine"]
@@ -173,7 +173,7 @@ def test_generate_many_in_a_loop_that_is_left():
     until(lambda: not any(thread.is_alive() for thread in threads))
 
 
-def test_a_closed_engine_says_so():
+def test_submit_to_a_closed_engine_is_refused():
     made, arrays = small()
     made.close()
     with pytest.raises(EngineClosed, match="the engine is closed"):

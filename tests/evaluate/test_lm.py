@@ -65,7 +65,7 @@ def log_likelihood(model, context: list[int], continuation: list[int]) -> tuple[
     return float(np.asarray(scores.logprobs)[0, start:].sum()), bool(np.asarray(scores.is_greedy)[0, start:].all())
 
 
-def test_choices(results, model):
+def test_multiple_choice_task(results, model):
     tok = model[2]
     for sample, (question, choices) in zip(results["own_choices"], STORIES, strict=True):
         for (response,), choice in zip(sample["filtered_resps"] and sample["resps"], choices, strict=True):
@@ -75,7 +75,7 @@ def test_choices(results, model):
             assert str(response[1]) == str(is_greedy)
 
 
-def test_texts(results, model):
+def test_perplexity_task(results, model):
     tok = model[2]
     prefix = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
     for sample, (question, choices) in zip(results["own_texts"], STORIES, strict=True):
@@ -83,7 +83,7 @@ def test_texts(results, model):
         assert float(np.ravel(sample["resps"])[0]) == pytest.approx(total, abs=1e-3)
 
 
-def test_conversations(model):
+def test_chat_template_is_applied(model):
     from jaxgen.evaluate.lm import JaxgenLM
 
     lm = JaxgenLM(*model)
@@ -95,7 +95,7 @@ def test_conversations(model):
     assert lm.apply_chat_template(turns[:1]) == model[2].render_chat(turns[:1])
 
 
-def test_options_that_a_task_may_not_have(model):
+def test_unsupported_task_options_are_refused(model):
     from jaxgen import ConfigError
     from jaxgen.evaluate.lm import JaxgenLM
 

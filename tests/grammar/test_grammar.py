@@ -29,7 +29,7 @@ TEXTS = ["", "a", "b", "é", "\n", "x", "xx", "xxx", "0", "12", "123", "x0", "0x
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_accepts_its_texts_only(name):
+def test_grammar_accepts_only_its_texts(name):
     grammar, pattern = GRAMMARS[name]
     automaton = compile_expression(grammar.expression, "the grammar")
     for text in TEXTS:

@@ -96,7 +96,7 @@ def check_damaged(seed: int, count: int) -> tuple[int, int]:
     return refused, count - refused
 
 
-def test_damaged_schemas():
+def test_damaged_schemas_are_refused_quickly():
     refused, accepted = check_damaged(seed=0, count=100)
     assert refused > 40
     assert accepted > 15
@@ -104,11 +104,11 @@ def test_damaged_schemas():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_more_damaged_schemas(seed):
+def test_many_damaged_schemas_are_refused_quickly(seed):
     check_damaged(seed, 500)
 
 
-def test_damaged_texts():
+def test_damaged_schema_texts_are_refused_quickly():
     source, refused = RandomSchemas(1), 0
     for _ in range(100):
         text = json.dumps(source.root())
@@ -227,7 +227,7 @@ def doubling(keyword, levels, **more):
         ("\ufeff{}", "not valid JSON"),
     ],
 )  # fmt: skip
-def test_hostile_schemas(schema, words):
+def test_hostile_schemas_are_refused(schema, words):
     line = refusal(compile_schema, schema)
     assert line is not None
     assert re.search(words, line), line
@@ -254,7 +254,7 @@ def test_hostile_schemas(schema, words):
         [{"anyOf": [{"type": "null"}, {"$ref": "#/$defs/s"}]}, {"allOf": [{"type": "boolean"}]}],
     ],
 )
-def test_one_of_schemas_that_differ(schemas):
+def test_one_of_disjoint_schemas(schemas):
     schema = {"oneOf": schemas, "$defs": {"s": {"type": "string"}}}
     if any("properties" in part and "type" not in part for part in schemas):
         schemas[-1]["type"] = "object"
@@ -282,7 +282,7 @@ def test_one_of_schemas_that_differ(schemas):
         [{"type": "object", "properties": {name: {}}, "additionalProperties": False} for name in "ab"],
     ],
 )
-def test_one_of_schemas_that_overlap(schemas):
+def test_one_of_overlapping_schemas_is_enforced(schemas):
     schema = {"oneOf": schemas, "$defs": {"s": {"type": "string"}}}
     found = list(texts(compile_schema(schema), 60, np.random.default_rng(0)))
     assert all(problem(schema, text) is None for text in found)
@@ -295,7 +295,7 @@ def test_one_of_schemas_that_overlap(schemas):
         {"not": {"enum": ["a"], "nullable": True}, "type": ["null", "string", "integer"]},
     ],
 )
-def test_null_of_a_nullable_schema_is_excluded_too(schema):
+def test_one_of_excludes_null_of_nullable_schemas(schema):
     joint = compile_schema(schema)
     assert not accepts(joint, "null")
     assert accepts(joint, '"b"')
@@ -312,13 +312,13 @@ def test_null_of_a_nullable_schema_is_excluded_too(schema):
         {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 5000} for i in range(30)}},
     ],
 )
-def test_limits_that_are_too_large_are_lowered(schema):
+def test_oversized_limits_are_lowered(schema):
     with bounded(schema):
         automaton = compile_schema(schema)
     assert all(problem(schema, text) is None for text in texts(automaton, 10, np.random.default_rng(0)))
 
 
-def test_a_level_adds_as_much_as_the_one_before():
+def test_states_grow_linearly_with_nesting():
     sizes = [len(compile_schema(nested(depth)).table) for depth in range(4, 61, 8)]
     assert len(set(np.diff(sizes))) == 1
 
@@ -351,7 +351,7 @@ def check_patterns(seed: int, count: int) -> tuple[int, int]:
     return refused, count - refused
 
 
-def test_hostile_patterns():
+def test_hostile_patterns_are_bounded():
     refused, accepted = check_patterns(seed=0, count=80)
     assert refused > 40
     assert accepted > 10
@@ -384,19 +384,19 @@ def check_pieces(seed: int, count: int) -> tuple[int, int]:
     return refused, count - refused
 
 
-def test_pieces_of_patterns():
+def test_random_patterns_are_bounded():
     refused, accepted = check_pieces(seed=0, count=600)
     assert refused > 200
     assert accepted > 150
 
 
 @pytest.mark.slow
-def test_more_pieces_of_patterns():
+def test_many_random_patterns_are_bounded():
     check_pieces(seed=1, count=20_000)
 
 
 @pytest.mark.slow
-def test_more_hostile_patterns():
+def test_many_hostile_patterns_are_bounded():
     check_patterns(seed=1, count=400)
 
 
@@ -430,7 +430,7 @@ for pattern in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_large_patterns_cost_little():
+def test_large_patterns_are_cheap():
     measured = subprocess.run(
         [sys.executable, "-c", MEASURE, *LARGE], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -19,7 +19,7 @@ LARGEST = 10**MOST_DIGITS - 1
 
 
 @pytest.mark.parametrize("low", [None, *range(-30, 31, 4)])
-def test_small_ranges(low):
+def test_small_ranges_are_exact(low):
     for high in [None, *range(-25 if low is None else low, 31, 3)]:
         automaton = compile_expression(integer_range(low, high))
         inside = [value for value in NEAR if accepts(automaton, str(value))]
@@ -34,7 +34,7 @@ BOUND = NUMBERS | st.floats(-1e6, 1e6)
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(BOUNDS), BOUND, min_size=1), st.lists(NUMBERS, max_size=20))
 @example({"exclusiveMaximum": -LARGEST}, [])
-def test_bounds_are_those_of_json_schema(bounds, values):
+def test_bounds_follow_json_schema(bounds, values):
     schema = {"type": "integer", **bounds}
     valid = jsonschema.Draft202012Validator(schema).is_valid
     values += [int(bound) + more for bound in bounds.values() for more in (-1, 0, 1)]
@@ -48,6 +48,6 @@ def test_bounds_are_those_of_json_schema(bounds, values):
     assert all(valid(json.loads(text)) for text in texts(automaton, 5, np.random.default_rng(0)))
 
 
-def test_the_largest_ranges_are_small():
+def test_largest_ranges_have_small_automata():
     for low, high in ((None, LARGEST - 1), (-LARGEST + 1, LARGEST - 1), (10 ** (MOST_DIGITS - 1) + 1, None)):
         assert len(compile_expression(integer_range(low, high)).table) < 4 * MOST_DIGITS

@@ -126,7 +126,7 @@ def test_every_text_is_valid(schema, check, space):
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_valid_texts(as_text):
+def test_valid_texts_are_accepted(as_text):
     schema = json.dumps(PERSON) if as_text else copy.deepcopy(PERSON)
     automaton = compile_schema(schema)
     assert schema == (json.dumps(PERSON) if as_text else PERSON)
@@ -156,7 +156,7 @@ def test_valid_texts(as_text):
         ({"const": "a.b"}, ['"a.b"'], ['"axb"']),
     ],
 )
-def test_scalars(schema, valid, other):
+def test_scalar_schemas(schema, valid, other):
     automaton = compile_schema(schema)
     assert [accepts(automaton, text) for text in valid + other] == [True] * len(valid) + [False] * len(other)
 
@@ -217,12 +217,12 @@ def test_formats(name, valid, other):
         ({"$ref": "http://x"}, "inside the schema"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(schema, words):
+def test_unsupported_schemas_are_refused(schema, words):
     with pytest.raises(InputError, match=words):
         compile_schema(schema)
 
 
-def test_other_arguments():
+def test_bad_arguments_are_refused():
     with pytest.raises(InputError, match="also matches 'x'"):
         compile_schema({}, "x| ")
     for wrong in (True, None, [{}]):

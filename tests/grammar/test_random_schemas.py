@@ -54,12 +54,12 @@ def check(storyteller, batches: int, seed: int) -> set[StopReason]:
 
 
 @pytest.mark.slow
-def test_fifty_schemas(storyteller):
+def test_fifty_random_schemas(storyteller):
     assert check(storyteller, batches=1, seed=1) <= {StopReason.EOS, StopReason.COMPLETE}
 
 
 @pytest.mark.slow
-def test_three_hundred_schemas(storyteller):
+def test_three_hundred_random_schemas(storyteller):
     assert check(storyteller, batches=6, seed=0) == {StopReason.EOS, StopReason.COMPLETE}
 
 

@@ -62,7 +62,7 @@ CODES = [*range(0x3100), *range(0xFE00, 0x10000), 0x1D400, 0x1F600, 0x10FFFF]
         *[r"(?i)\w", r"(?i)\W", "(?i)[^k]", "(?i)ß", "(?i)[^ẞ]", "(?i)[ᾈ]"],
     ],
 )
-def test_classes_are_those_of_ecma(name):
+def test_character_classes_follow_ecma(name):
     tree, ecma = read_regex(name), regress.Regex(name.removeprefix("(?i)"), "iu" if "(?i)" in name else "u")
     assert isinstance(tree, Characters)
     for code in CODES:
@@ -72,7 +72,7 @@ def test_classes_are_those_of_ecma(name):
         assert inside == (ecma.find(chr(code)) is not None), hex(code)
 
 
-def test_either_case_is_that_of_ecma():
+def test_case_insensitive_matching_follows_ecma():
     for code in [code for code in range(0x800) if chr(code).isalpha()]:
         tree, ecma = read_regex(f"(?i){chr(code)}"), regress.Regex(chr(code), "iu")
         assert isinstance(tree, Characters)
@@ -107,7 +107,7 @@ def test_either_case_is_that_of_ecma():
         ("[ab]+(?<!ba)", ["ab", "b"], ["ba", "bba"]),
     ],
 )
-def test_what_it_matches(pattern, texts, others):
+def test_pattern_matches_whole_texts(pattern, texts, others):
     automaton = compile_regex(pattern)
     assert [accepts(automaton, text) for text in texts + others] == [True] * len(texts) + [False] * len(others)
 
@@ -126,12 +126,12 @@ def test_what_it_matches(pattern, texts, others):
         ("^(?:(?!x)[a-z])?1", ["1", "a1"], ["x1", "b"]),
     ],
 )
-def test_search(pattern, texts, others):
+def test_search_matches_anywhere(pattern, texts, others):
     automaton = compile_expression(read_regex(pattern, search=True))
     assert [accepts(automaton, text) for text in texts + others] == [True] * len(texts) + [False] * len(others)
 
 
-def test_no_state_is_superfluous():
+def test_automaton_is_minimal():
     assert len(compile_regex("(ab)*").table) == 2
     assert len(compile_regex("abc|xbc|(?:y|z)c").table) == 4
     automaton = compile_regex("(é|ö)*a{3}")
@@ -186,13 +186,13 @@ def test_no_state_is_superfluous():
         ("a" * 10_001, "10001 characters"),
     ],
 )
-def test_bad_patterns(pattern, words):
+def test_bad_patterns_are_refused(pattern, words):
     with pytest.raises(InputError, match=words) as caught:
         compile_regex(pattern)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_other_types():
+def test_patterns_must_be_text():
     with pytest.raises(TypeError, match="bytes"):
         compile_regex(b"a")  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_any_strings_and_any_tokens(strings, rows, data):
 
 
 @pytest.mark.parametrize("kind", sorted(GOLDEN))
-def test_same_as_in_transformers(kind):
+def test_results_match_transformers(kind):
     golden = GOLDEN[kind]
     tokenizer = tokenizer_of(golden["tokens"], golden["special"], kind)
     for number, case in enumerate(golden["cases"]):
@@ -131,14 +131,14 @@ class TestText:
         # "é" is C3 A9; "Ã" begins with C3 and "©" ends with A9, but these bytes are not adjacent
         assert stops(StopStrings.build(["é"], tok), [tok.encode("Ã©")], [0]) == [[]]
 
-    def test_special_tokens_have_their_name_for_text(self):
+    def test_text_of_a_special_token_is_its_name(self):
         tok = byte_level()
         ids = tok.encode("he<|im_end|>he") + tok.encode("<|im_end|>", split_special_tokens=True)
         assert tok.token_bytes()[ids[1]] is None
         assert stops(StopStrings.build("<|im_end|>", tok), [ids], [0]) == [[2, len(ids)]]
         assert stops(StopStrings.build(["e<|im_"], tok), [ids], [0]) == [[2, len(ids) - 5]]
 
-    def test_sentencepiece_keeps_the_space_of_the_first_token(self):
+    def test_first_sentencepiece_token_keeps_its_space(self):
         tok = llama()
         ids = tok.encode("hell a", add_special_tokens=False)
         assert stops(StopStrings.build([" hell"], tok), [ids], [0]) == [[1]]
@@ -157,7 +157,7 @@ class TestText:
             table = StopStrings.build(["he"], tok, vocab_size)
             assert stops(table, rows, [0, 0, 2, 1]) == [[3]] * 4
 
-    def test_a_smaller_vocabulary_of_the_model(self):
+    def test_tokens_outside_the_models_vocabulary_are_ignored(self):
         tok = byte_level()
         hell = tok.encode("hell")
         assert len(hell) == 1
@@ -171,7 +171,7 @@ class TestPrompt:
         table = StopStrings.build(["ab"], tok)
         assert stops(table, [[0, 1, 1], [0, 1, 1], [2, 0, 1]], [0, 2, 1]) == [[2], [], [3]]
 
-    def test_only_what_is_before_the_end_is_read(self):
+    def test_prompt_is_read_up_to_its_length(self):
         tok = byte_level()
         table = StopStrings.build(["hell ", "€", "a" * 70], tok)
         rng = np.random.default_rng(0)
@@ -187,7 +187,7 @@ class TestPrompt:
         assert np.all(np.asarray(narrow)[:3] > 0)
         assert np.asarray(narrow)[3] == 0
 
-    def test_a_prompt_of_long_tokens_and_of_many(self):
+    def test_prompts_with_long_and_with_many_tokens(self):
         tok = tokenizer_of_bytes([b"a", b"b" * 1000, b"a" * 99 + b"c", b"c"])
         string = "b" * 30 + "a" * 99 + "c"
         table = StopStrings.build([string], tok)
@@ -206,7 +206,7 @@ def test_strings_that_contain_each_other():
     assert wanted == [3]
 
 
-def test_rows_do_not_know_each_other():
+def test_rows_are_independent():
     rng = np.random.default_rng(1)
     rows = rng.integers(0, len(TOKENS), (16, 20)).tolist()
     prompts = rng.integers(0, 20, 16).tolist()
@@ -241,13 +241,13 @@ class TestPerPrompt:
         assert start[1] == start[5]
         assert StopStrings.build([["a", "b"], ["b", "a", "b"]], MIXED).start.tolist() == [0, 0]
 
-    def test_a_state_without_strings_is_never_left(self):
+    def test_state_without_strings_is_never_left(self):
         table = StopStrings.build(SETS, MIXED)
         state = int(table.start[1])
         assert (np.asarray(table.goto)[state] == state).all()
         assert not table.found[state]
 
-    def test_strings_for_all_prompts_have_one_start(self):
+    def test_strings_for_all_prompts_share_one_start(self):
         assert StopStrings.build(["a", "b"], MIXED).start.shape == ()
         assert StopStrings.build([["a", "b"]], MIXED).start.shape == (1,)
 
@@ -266,7 +266,7 @@ def test_other_strings_compile_nothing():
     assert count[0] > 0
 
 
-def test_built_inside_of_a_jit_and_outside():
+def test_tables_are_built_inside_and_outside_jit():
     tok = byte_level()
     ids = jnp.asarray([tok.encode("hell ")])
 
@@ -282,7 +282,7 @@ def test_built_inside_of_a_jit_and_outside():
 
 
 @pytest.mark.slow
-def test_qwen(data):
+def test_stop_strings_with_the_qwen_tokenizer(data):
     tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
     strings = ["<|im_end|>", "\n\nQuestion:", "。", "stop", "👋"]
     table = StopStrings.build(strings, tok, 151_936)
@@ -321,14 +321,14 @@ class TestErrors:
             (["\ud800"], InputError, "a string of stop_strings is not valid Unicode"),
         ],
     )
-    def test_strings(self, strings, error, message):
+    def test_bad_strings_are_refused(self, strings, error, message):
         with pytest.raises(error, match=message):
             StopStrings.build(strings, byte_level())
 
-    def test_a_string_that_can_never_come(self):
+    def test_impossible_string_is_refused(self):
         with pytest.raises(InputError, match="stop_strings has 'ax'"):
             StopStrings.build(["a", "ax"], tokenizer_of_bytes([b"a", b"b"]))
 
-    def test_no_tokenizer(self):
+    def test_wrong_type_of_tokenizer_is_refused(self):
         with pytest.raises(TypeError, match="got str"):
             StopStrings.build(["a"], "qwen")

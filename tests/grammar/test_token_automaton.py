@@ -60,10 +60,10 @@ def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
     return build(grammar, tokenizer, **options)
 
 
-def test_an_automaton_is_printed_with_its_shapes(tok):
+def test_repr_shows_shapes(tok):
     automaton = automaton_of("yes|no", tok)
     assert repr(automaton).startswith(f"TokenAutomaton(classes=uint16[1, {len(tok)}], base=int32[1], part=int32[256], ")
-    assert repr(automaton).endswith("start=int32[], width=64)")
+    assert repr(automaton).endswith("start=int32[], width=64, kinds=256)")
 
 
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
@@ -125,14 +125,14 @@ def test_grammars_may_have_schemas_and_fixed_text(tok):
         assert all(list(json.loads(line[1:-1])) == ["name", "age", "mood", "tags"] for line in lines)
 
 
-def test_an_expression_is_named_in_messages(tok):
+def test_messages_name_the_expression(tok):
     for name, expected in (("the calls", "the calls matches no text"), (None, "the grammar matches no text")):
         with pytest.raises(InputError, match=expected):
             TokenAutomaton.from_expression(NOTHING, tok, **({} if name is None else {"name": name}))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_decision_is_that_of_the_library(tok, pattern):
+def test_every_decision_matches_outlines_core(tok, pattern):
     """The reference is outlines-core's index, anchored because otherwise it stops at the shortest match."""
     texts: dict[bytes, list[int]] = {b"\0\0": [len(tok)]}
     for index, text in enumerate(tok.token_bytes()):
@@ -158,7 +158,7 @@ def test_every_decision_is_that_of_the_library(tok, pattern):
             state = push(automaton, state, jnp.asarray([token], jnp.int32), None)
 
 
-def test_parts_of_a_character(tok):
+def test_tokens_may_be_parts_of_a_character(tok):
     automaton = automaton_of("é👋?", tok)
     state = automaton.begin(1)
     for token in [tok.token_bytes().index(bytes([byte])) for byte in "é👋".encode()]:
@@ -170,7 +170,7 @@ def test_parts_of_a_character(tok):
     assert automaton.accepting[half].tolist() == [False]
 
 
-def test_eos_and_dead_rows(tok):
+def test_eos_is_allowed_only_in_accepting_states(tok):
     automaton, size = automaton_of("ab?", tok), len(tok)
     a, b = (tok.encode(text)[0] for text in "ab")
     eos = marks(size, 2, 7)
@@ -195,7 +195,7 @@ def test_eos_and_dead_rows(tok):
     assert after.tolist() == [int(end[0]), int(state[0]), int(end[0])]
 
 
-def test_an_eos_token_is_no_text(tok):
+def test_eos_token_is_not_matched_as_text(tok):
     automaton = automaton_of("ab?", tok)
     a = tok.encode("a")[0]
     assert not np.asarray(allowed(automaton, automaton.begin(1), marks(len(tok), a)))[0, a]
@@ -203,7 +203,7 @@ def test_an_eos_token_is_no_text(tok):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eos_of_rows", [False, True])
-def test_stack(tok, eos_of_rows):
+def test_stacked_automata_equal_single_ones(tok, eos_of_rows):
     single = [automaton_of(grammar, tok) for grammar in ("(yes|no)!", SCHEMA, "[0-9]{1,3}")]
     order = [2, 0, 1, 0]
     stacked = TokenAutomaton.stack([single[i] for i in order])
@@ -228,7 +228,7 @@ def test_stack(tok, eos_of_rows):
     assert again.start.shape == (5,)
 
 
-def test_stacks_that_cannot_be(tok):
+def test_bad_stacks_are_refused(tok):
     with pytest.raises(InputError, match="no automata"):
         TokenAutomaton.stack([])
     automaton = automaton_of("a", tok)
@@ -299,7 +299,7 @@ def test_a_start_state_without_predecessors_is_not_overwritten(tok):
         np.testing.assert_array_equal(allowed(table, jnp.asarray([start]), None), allowed(part, part.begin(1), None))
 
 
-def test_too_small_a_capacity(tok):
+def test_insufficient_capacity_is_refused(tok):
     first, second = automaton_of("[0-9]{3}x", tok), automaton_of("[a-z]{5}", tok)
     table = TokenAutomaton.stack([first], capacity=(8, 64, 64, 2))
     assert table.capacity == (8, 64, 64, 2)
@@ -372,7 +372,7 @@ def test_transitions_are_those_of_a_matrix(seed):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("most", [0, 1, 8, 9, 30])
-def test_ranges_of_classes(most, shared):
+def test_ranges_of_classes_are_expanded(most, shared):
     rng = np.random.default_rng(most)
     classes = rng.integers(0, 100, (1 if shared else 3, 500)).astype(np.uint16)
     low = rng.integers(0, 100, (3, 30)).astype(np.int32)
@@ -385,7 +385,7 @@ def test_ranges_of_classes(most, shared):
         np.testing.assert_array_equal(found[row], expected)
 
 
-def test_an_automaton_without_rows(tok):
+def test_automaton_without_rows(tok):
     automaton, none, size = automaton_of("yes|no", tok), jnp.zeros(0, jnp.int32), len(tok)
     for eos in (None, marks(size, 2), jnp.zeros((0, size), bool)):
         for remaining in (None, none):
@@ -395,7 +395,7 @@ def test_an_automaton_without_rows(tok):
 
 
 @pytest.mark.parametrize(("size", "width"), [(1024, 64), (1000, 64), (2048, 128), (2048, 129), (700, 1)])
-def test_parts_are_the_same_in_blocks_as_in_slices(size, width):
+def test_parts_are_the_same_in_blocks_and_slices(size, width):
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.integers(0, 9999, size).astype(dtype)) for dtype in (np.uint16, np.int16, np.int32)]
     first = np.append([0, size - width], rng.integers(0, size - width + 1, 20)).astype(np.int32)
@@ -411,7 +411,7 @@ def test_adjacent_ranges_are_joined(tok):
     assert 2 * np.asarray(automaton.spans).max() < np.asarray(automaton.count).max()
 
 
-def test_rows_in_which_nothing_may_follow_have_no_ranges(tok):
+def test_final_rows_have_no_ranges(tok):
     automaton = automaton_of("[a-z]+", tok)
     state = automaton.push(automaton.begin(1), jnp.asarray(tok.encode("a")), None)
     rows, remaining = jnp.asarray([state[0], state[0], -1]), jnp.asarray([9, 0, 9])
@@ -419,7 +419,7 @@ def test_rows_in_which_nothing_may_follow_have_no_ranges(tok):
 
 
 @pytest.mark.slow
-def test_padding_is_invisible(tok):
+def test_padding_does_not_change_decisions(tok):
     automaton = automaton_of(PATTERNS[0], tok)
     assert automaton.capacity[:2] == (256, 512) != automaton.needs[:2]
     larger = TokenAutomaton.stack([automaton], capacity=Capacity(1000, 3000, 1000, 3))
@@ -449,7 +449,7 @@ def small_tokenizer(*pieces: str) -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "<end>"})
 
 
-def test_no_token_leads_into_a_dead_end():
+def test_no_token_leads_to_a_dead_end():
     tok = small_tokenizer("a", "b", "ab", "", "cd")
     automaton = TokenAutomaton.from_regex("abc|ba?|abab", tok)
     first = np.asarray(automaton.allowed(automaton.begin(1), None))[0]
@@ -482,7 +482,7 @@ def test_special_tokens_are_not_text():
     assert [tok.token_bytes()[i] for i in may] == [b"<", b"h"]
 
 
-def test_a_sentencepiece_space_in_front():
+def test_leading_sentencepiece_space_must_match():
     tok = llama()
     first = {}
     for pattern in ("hell a", " ?hell a"):
@@ -495,14 +495,14 @@ def test_a_sentencepiece_space_in_front():
         assert re.fullmatch("(hell|é)( a)?", tok.decode(row))
 
 
-def test_wrong_types(tok):
+def test_wrong_types_are_refused(tok):
     with pytest.raises(TypeError, match=r"jaxgen\.Tokenizer"):
         TokenAutomaton.from_regex("a", tok.backend)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a pattern must be a str"):
         TokenAutomaton.from_regex(3, tok)  # type: ignore[arg-type]
 
 
-def test_real_qwen(data):
+def test_patterns_with_the_qwen_tokenizer(data):
     tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
     automaton = TokenAutomaton.from_json_schema(SCHEMA, tok, vocab_size=151936)
     assert automaton.vocab_size == 151936
@@ -521,7 +521,7 @@ def test_real_qwen(data):
 
 
 class TestPrefixes:
-    def test_what_may_follow(self):
+    def test_allowed_tokens_spell_the_prefix(self):
         tokenizer = byte_level()
         table = tokenizer.token_bytes()
         prefixes = [b"hello", b" he", b"", b"hell"]
@@ -551,14 +551,14 @@ class TestPrefixes:
         with pytest.raises(InputError, match="b'cab' cannot be written"):
             TokenAutomaton.from_prefixes(["cab"], tokenizer)
 
-    def test_ids_that_the_model_lacks_are_left_out(self):
+    def test_ids_outside_the_models_vocabulary_are_left_out(self):
         tokenizer = byte_level()
         automaton = TokenAutomaton.from_prefixes(["hell"], tokenizer, vocab_size=256)
         assert automaton.vocab_size == 256
         assert np.flatnonzero(allowed(automaton, automaton.start, None)[0]).tolist() == tokenizer.encode("h")
 
     @pytest.mark.parametrize("prefixes", ["hello", b"hello", [3], None, {"hello"}, [["hello"]]])
-    def test_other_types(self, prefixes):
+    def test_prefixes_must_be_a_list_of_texts(self, prefixes):
         with pytest.raises(TypeError, match="a list of texts, one per prompt, got"):
             TokenAutomaton.from_prefixes(prefixes, byte_level())
 
@@ -570,7 +570,7 @@ class TestPrefixes:
             ([f"prompt {i} " * 100 for i in range(2000)], "more than 30,000"),
         ],
     )
-    def test_prefixes_that_are_refused(self, prefixes, words):
+    def test_impossible_prefixes_are_refused(self, prefixes, words):
         with bounded(), pytest.raises(InputError, match=words):
             TokenAutomaton.from_prefixes(prefixes, byte_level())
 

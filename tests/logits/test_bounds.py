@@ -102,7 +102,7 @@ def check(out, case):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_number_is_refused_or_gives_usable_scores(name):
+def test_extreme_number_is_refused_or_gives_usable_scores(name):
     accepted = 0
     for value in VALUES:
         if (out := processed(OPTIONS[name](value))) is not None:
@@ -178,7 +178,7 @@ def test_a_tiny_temperature_shifts_all_beams_of_a_search_or_none():
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "encoder_repetition_penalty"])
 @pytest.mark.parametrize("value", [*SMALL[2:], *MIDDLE, *LARGE[:5]])
-def test_penalties_are_exactly_those_of_float32(name, value):
+def test_penalties_equal_float32_arithmetic(name, value):
     seen = np.isin(np.arange(VOCAB), [3, 7] if name.startswith("encoder") else [1, 3, 5, 7])
     with np.errstate(over="ignore", invalid="ignore"):
         product, quotient = SCORES * flushed(np.float32(value)), SCORES / np.float32(value)
@@ -197,7 +197,7 @@ def test_a_tiny_top_p_keeps_one_token(value):
 
 
 @pytest.mark.parametrize("value", [2.0, 1e10, 1e30, LARGEST])
-def test_a_decay_of_any_size_raises_the_eos_tokens(value):
+def test_length_penalty_of_any_size_raises_eos_scores(value):
     out = processed(OPTIONS["decay"](value))
     raised = np.isin(np.arange(VOCAB), EOS) & (SCORES > BANNED) & (SCORES != 0) & (SCORES < LARGEST)
     assert np.all(out[raised] > SCORES[raised])
@@ -213,7 +213,7 @@ def test_a_decay_of_any_size_raises_the_eos_tokens(value):
         {"watermarking_config": {"context_width": 2**31 - 1, "seeding_scheme": "selfhash"}},
     ],
 )
-def test_more_tokens_than_a_row_can_have_change_nothing(fields):
+def test_minimum_lengths_beyond_any_row_are_harmless(fields):
     np.testing.assert_array_equal(processed(fields), SCORES)
 
 

@@ -36,6 +36,6 @@ def test_last_of_keeps_the_highest_indices(chosen, count):
         np.testing.assert_array_equal(np.flatnonzero(result), np.flatnonzero(row)[-count:])
 
 
-def test_bisect_is_zero_where_nothing_holds():
+def test_bisect_returns_zero_if_the_condition_never_holds():
     assert bisect(lambda value: value < 0, 2).tolist() == [0, 0]
     assert bisect(lambda value: value <= 5, 2, bits=3).tolist() == [5, 5]

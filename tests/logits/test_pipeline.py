@@ -55,20 +55,20 @@ ORDER_441 = {
 }
 
 
-def test_the_order_is_that_of_transformers():
+def test_order_follows_transformers():
     for stage, classes in ORDER_441.items():
         assert [option.hf for option in of_stage(stage) if option.since == ""] == classes
     assert {option.stage for option in OPTIONS.values()} == {"", *ORDER_441}
 
 
-def test_later_and_own_processors_have_their_place():
+def test_order_of_processors_that_are_newer_or_jaxgens_own():
     before = [option.name for option in of_stage(BEFORE_GRAMMAR)]
     place = before.index("repetition_penalty")
     assert before[place + 1 : place + 3] == ["frequency_penalty", "presence_penalty"]
     assert [option.name for option in of_stage(WARP)][:3] == ["temperature", "top_h", "top_k"]
 
 
-def test_every_processor_is_a_function_of_its_name():
+def test_every_processor_function_has_the_options_name():
     stages = (BEFORE_GRAMMAR, AFTER_GRAMMAR, RENORMALIZE)
     assert list(PROCESSORS) == [option.name for stage in stages for option in of_stage(stage)]
     assert list(WARPERS) == [option.name for option in of_stage(WARP)]
@@ -88,7 +88,7 @@ def test_top_k_and_top_p_share_one_search_and_one_condition():
     assert {counts(top_k=5, top_p=1.0), counts(top_k=0, top_p=0.5), counts(top_k=5, top_p=0.5)} == {(1, 1)}
 
 
-def test_stages_run_in_their_order():
+def test_stages_run_in_order():
     """A bias raises a token, the grammar bans it, another token is forced, and the caller's processor runs last."""
     scores = jnp.zeros((1, 4))
     history = history_of(np.zeros((1, 1), np.int32), np.ones(1, np.int32), vocab=4)
@@ -123,7 +123,7 @@ WARPING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WARPING)
-def test_warpers_leave_the_given_token(name):
+def test_warpers_keep_the_given_token(name):
     """The given token's score is only divided by the temperature, unless it is banned. Others are removed as usual."""
     scores = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     scores[[0, 1], [0, 1]] = 4.0  # these are never removed

@@ -50,7 +50,7 @@ def ban_continuations(scores, ids, length, end):
     return processors.ban_continuations(scores, history_of(ids, length, vocab=VOCAB), end, 2)
 
 
-def same(out, expected):
+def check_scores(out, expected):
     """Check that bans are equal, that other values are equal within rounding, and that nothing is NaN."""
     np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5, equal_nan=False)
 
@@ -100,7 +100,7 @@ def biased(row, tokens, biases):
 def test_sequence_bias(scores, ids, length, biases):
     out = add_biases(scores, ids, length, *shared(biases))
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
-    same(out, expected)
+    check_scores(out, expected)
 
 
 @check()
@@ -109,15 +109,15 @@ def test_sequence_biases_of_each_row(scores, ids, length, biases):
     sequences, bias = (np.stack(tables) for tables in zip(*map(tables, biases), strict=True))
     out = add_biases(scores, ids, length, sequences, bias)
     expected = [biased(s, i[:n].tolist(), b) for s, i, n, b in zip(scores, ids, length, biases, strict=True)]
-    same(out, expected)
+    check_scores(out, expected)
 
 
 @check()
 @given(SCORES, IDS, LENGTHS, BIASES.filter(len))
-def test_the_option_sequence_bias(scores, ids, length, biases):
+def test_sequence_bias_option_is_applied(scores, ids, length, biases):
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
     expected = np.minimum(expected, np.finfo(np.float32).max)  # an infinite score would make the probabilities NaN
-    same(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
+    check_scores(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
 
 
 def without_words(row, tokens, words, eos):
@@ -148,12 +148,12 @@ def test_bad_words_ids_of_each_row(scores, ids, length, words):
 
 @check(max_examples=30)
 @given(SCORES, IDS, LENGTHS, BIASES)
-def test_a_table_with_more_room_is_the_same_table(scores, ids, length, biases):
+def test_padding_of_a_bias_table_changes_nothing(scores, ids, length, biases):
     narrow, wide = shared(biases), shared(biases, entries=8, width=7)
     np.testing.assert_array_equal(*(add_biases(scores, ids, length, *each) for each in (narrow, wide)))
 
 
-def test_a_sequence_as_long_as_the_row_and_one_more():
+def test_sequences_as_long_as_the_row_or_longer():
     scores, ids = np.zeros((1, VOCAB), np.float32), np.asarray([[5, 3, 5, 3]], np.int32)
     biases = {(5, 3, 1): 4.0}
     for length, applies in ((1, False), (2, True), (3, False), (4, True)):
@@ -206,7 +206,7 @@ def test_encoder_no_repeat_ngram_size(n):
 
 @check(max_examples=30)
 @given(SCORES, IDS, LENGTHS, GARBAGE, BIASES.filter(len))
-def test_what_follows_the_end_changes_nothing(scores, ids, length, garbage, biases):
+def test_ids_after_the_end_are_ignored(scores, ids, length, garbage, biases):
     other = np.where(np.arange(WIDTH) < length[:, None], ids, garbage)
     half = length // 2
     for fields in (
@@ -243,7 +243,7 @@ def test_repetition_penalties(scores, ids, length, prompt_length, penalty):
             expected["encoder_repetition_penalty"][row, token] = score / by if score < 0 else score * by
     for name, values in expected.items():
         out = process(scores, history, **{name: penalty})
-        same(out, values)
+        check_scores(out, values)
         np.testing.assert_array_equal(out[penalty == 1], scores[penalty == 1])
 
 
@@ -258,7 +258,7 @@ def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, freq
         generated_tokens = ids[row, prompt_length[row] : length[row]].tolist()
         for token in set(generated_tokens):
             expected[row, token] -= generated_tokens.count(token) * frequency[row] + presence[row]
-    same(process(scores, history, frequency_penalty=frequency, presence_penalty=presence), expected)
+    check_scores(process(scores, history, frequency_penalty=frequency, presence_penalty=presence), expected)
     for penalties in ({"frequency_penalty": frequency}, {"presence_penalty": presence}):
         (values,) = penalties.values()
         out = process(scores, history, **penalties)
@@ -269,13 +269,13 @@ def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, freq
             np.testing.assert_array_equal(process(scores[row : row + 1], alone, **number)[0], out[row])
 
 
-def test_diversity_penalty_counts_what_earlier_groups_chose():
+def test_diversity_penalty_counts_choices_of_earlier_groups():
     scores = np.zeros((2, VOCAB), np.float32)
     history = history_of(np.zeros((2, 1), np.int32), np.ones(2, np.int32), vocab=VOCAB)
     history = dataclasses.replace(history, chosen=jnp.asarray([[3, 5, 3], [0, 0, 0]]))
     expected = scores.copy()
     expected[0, [3, 5]], expected[1, 0] = [-1.0, -0.5], -1.5
-    same(process(scores, history, diversity_penalty=0.5), expected)
+    check_scores(process(scores, history, diversity_penalty=0.5), expected)
 
 
 @pytest.mark.slow
@@ -351,10 +351,10 @@ def test_guidance(cond, uncond, scale):
 @check()
 @given(SCORES)
 def test_log_softmax(scores):
-    same(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
+    check_scores(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
 
 
-def test_a_row_of_bans_alone_stays_one():
+def test_fully_banned_row_stays_banned():
     scores = np.full((ROWS, VOCAB), BANNED, np.float32)
     history = history_of(np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32), vocab=VOCAB)
     number = np.full(ROWS, 2.0, np.float32)
@@ -398,7 +398,7 @@ def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
             score = expected[row, token]
             if over > 0 and score != BANNED:
                 expected[row, token] = score + abs(score) * (float(factor[row]) ** over - 1)
-    same(out, expected)
+    check_scores(out, expected)
 
 
 def test_a_decay_beyond_float32_raises_scores_to_the_largest_number():
@@ -411,7 +411,7 @@ def test_a_decay_beyond_float32_raises_scores_to_the_largest_number():
 
 @check(max_examples=30)
 @given(SCORES, SCORES, IDS, LENGTHS, SETS, NUMBERS)
-def test_a_row_is_alone(scores, others, ids, length, tokens, number):
+def test_rows_are_independent(scores, others, ids, length, tokens, number):
     rows = np.asarray([True, False, True])
     calls = {
         jitted["guidance"]: (scores, others, number),
@@ -424,4 +424,4 @@ def test_a_row_is_alone(scores, others, ids, length, tokens, number):
     for operation, arguments in calls.items():
         together = operation(*arguments)
         for row in range(ROWS):
-            same(together[row], operation(*(x[row : row + 1] for x in arguments))[0])
+            check_scores(together[row], operation(*(x[row : row + 1] for x in arguments))[0])

@@ -71,7 +71,7 @@ def test_top_k_and_top_p_together_equal_both_in_sequence(candidates, data):
 @pytest.mark.parametrize("top_k", [*ALL_OF["top_k"][:2], *slow(ALL_OF["top_k"][2])])
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.integers(0, VOCAB + 3), KEEP)
-def test_top_k_keeps_all_that_reach_the_kth(top_k, scores, k, keep):
+def test_top_k_keeps_all_scores_equal_to_the_kth(top_k, scores, k, keep):
     out = np.asarray(top_k(scores, np.int32(k), keep))
     k = VOCAB if k == 0 else min(max(k, keep), VOCAB)
     expected = np.where(scores >= np.sort(scores)[:, [-k]], scores, -np.inf)
@@ -82,7 +82,7 @@ def test_top_k_keeps_all_that_reach_the_kth(top_k, scores, k, keep):
 @pytest.mark.parametrize("top_p", [*ALL_OF["top_p"][:2], ALL_OF["top_p"][2]])
 @settings(max_examples=300, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
-def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
+def test_top_p_matches_a_stable_sort(top_p, scores, p, keep):
     out = kept(top_p(scores, np.float32(p), keep))
     for row, got in zip(scores, out, strict=True):
         order = np.argsort(row, kind="stable")
@@ -100,7 +100,7 @@ def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
-def test_min_p_keeps_what_is_likely_enough(scores, p, keep):
+def test_min_p_keeps_tokens_above_the_threshold(scores, p, keep):
     scores = scores + 0.0  # no -0.0, which top_k considers less than 0.0
     out = kept(min_p(scores, np.float32(p), keep))
     for row, got in zip(scores, out, strict=True):
@@ -143,7 +143,7 @@ def typical_row(row, mass, keep):
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0.015625, 0.984375, width=32), KEEP)
-def test_typical_keeps_what_a_stable_sort_keeps(scores, mass, keep):
+def test_typical_p_matches_a_stable_sort(scores, mass, keep):
     out = kept(typical_p(scores, np.float32(mass), keep))
     for row, got in zip(scores, out, strict=True):
         wanted = typical_row(row, mass, keep)
@@ -151,7 +151,7 @@ def test_typical_keeps_what_a_stable_sort_keeps(scores, mass, keep):
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_typical_takes_the_lowest_index_of_equally_near_tokens():
+def test_typical_p_breaks_ties_by_the_lowest_index():
     scores = jnp.asarray([[0.0, 3.0, 3.0, -4.0, 3.0, 0.0]])
     assert kept(typical_p(scores, jnp.float32(0.01)))[0].tolist() == [False, True, True, False, True, False]
     assert kept(typical_p(scores, jnp.float32(0.01), 4))[0].tolist() == [True, True, True, False, True, False]
@@ -160,7 +160,7 @@ def test_typical_takes_the_lowest_index_of_equally_near_tokens():
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0, 0.984375, width=32), KEEP)
-def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
+def test_epsilon_and_eta_keep_tokens_above_the_threshold(scores, cutoff, keep):
     out, adapted = (
         kept(epsilon_cutoff(scores, np.float32(cutoff), keep)),
         kept(eta_cutoff(scores, np.float32(cutoff), keep)),
@@ -181,7 +181,7 @@ def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
     hnp.arrays(np.float32, (ROWS, 130), elements=st.integers(-20, 20).map(float) | st.just(-np.inf), fill=st.nothing()),
     st.floats(0.015625, 1, width=32),
 )
-def test_top_h_keeps_a_part_of_the_entropy_of_the_first_100(scores, value):
+def test_top_h_keeps_a_share_of_the_entropy(scores, value):
     scores[:, 0] = 20.0
     out = kept(top_h(scores, np.float32(value)))
     for row, got in zip(scores, out, strict=True):
@@ -194,7 +194,7 @@ def test_top_h_keeps_a_part_of_the_entropy_of_the_first_100(scores, value):
         np.testing.assert_array_equal(np.flatnonzero(got), np.sort(best[wanted & np.isfinite(row[best])]))
 
 
-def test_top_h_looks_at_100_tokens():
+def test_top_h_considers_100_tokens():
     scores = jnp.zeros((1, 130))
     assert np.flatnonzero(kept(top_h(scores, jnp.float32(1.0)))).tolist() == list(range(100))
     assert np.flatnonzero(kept(top_h(scores, jnp.float32(0.305)))).tolist() == list(range(30))
@@ -224,7 +224,7 @@ def test_a_value_per_row():
 
 
 @pytest.mark.slow
-def test_tokens_to_keep_may_be_more_than_there_are():
+def test_min_tokens_to_keep_may_exceed_the_vocabulary():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCAB)), jnp.float32)
     for warper in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):
         np.testing.assert_array_equal(warper(scores, jnp.asarray(1) if warper is top_k else 0.5, VOCAB), scores)
@@ -233,7 +233,7 @@ def test_tokens_to_keep_may_be_more_than_there_are():
         np.testing.assert_array_equal(warper(scores, 0.5, VOCAB + 2), scores)
 
 
-def test_a_row_of_bans_alone_stays_one():
+def test_fully_banned_row_stays_banned():
     scores = jnp.full((1, VOCAB), -jnp.inf)
     for warper in (temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h):
         np.testing.assert_array_equal(warper(scores, jnp.float32(0.5)), scores)
@@ -257,7 +257,7 @@ def test_a_tie_among_the_candidates_needs_no_bisection():
 
 
 @pytest.mark.parametrize("p", [0.9999999, np.nextafter(np.float32(1), np.float32(0))])
-def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
+def test_top_p_keeps_all_tokens_if_their_sum_is_below_p(p):
     scores = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
     np.testing.assert_array_equal(top_p(scores, np.float32(p)), scores)
 

@@ -51,7 +51,7 @@ def draws(seed, count, width, vocab=151_936):
 
 @each_scheme
 @pytest.mark.parametrize("ratio", [0.01, 0.25, 0.5, 0.9])
-def test_the_ratio_is_kept_for_every_key(scheme, width, ratio):
+def test_ratio_of_green_tokens_holds_for_every_key(scheme, width, ratio):
     count = 100_000
     for key in (0, 1, 15485863, 2**31, 2**32 - 1):
         greens = green(*draws(key, count, width), config(scheme, width, greenlist_ratio=ratio, hashing_key=key)).sum()
@@ -69,7 +69,7 @@ def test_lists_of_neighboring_contexts_vary_like_random_ones(scheme, width):
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5])
-def test_lists_have_nothing_to_do_with_each_other(ratio):
+def test_green_lists_are_independent(ratio):
     tokens = np.arange(20_000)
     both = ratio**2
 
@@ -128,7 +128,7 @@ def test_green_tokens_get_the_bias_and_others_nothing(scheme, width):
     np.testing.assert_array_equal(out, marked_scores(scores, garbage, length, cfg))
 
 
-def test_a_row_is_alone():
+def test_rows_are_independent():
     rng = np.random.default_rng(0)
     scores = jnp.asarray(rng.normal(size=(4, VOCAB)), jnp.float32)
     ids, length = jnp.asarray(rng.integers(0, VOCAB, (4, 5)), jnp.int32), jnp.asarray([5, 2, 3, 1])
@@ -161,7 +161,7 @@ def test_numbers_may_be_traced():
     np.testing.assert_array_equal(run(0.6, 3, 77), expected)
 
 
-def test_nothing_is_sorted():
+def test_watermark_does_not_sort():
     scores, ids, length = jnp.zeros((2, 300)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     for scheme, width in SCHEMES:
         program = str(jax.make_jaxpr(watermarked)(scores, ids, length, config(scheme, width)))
@@ -189,7 +189,7 @@ def drawn(cfg, rows, steps, peak=0.0):
 
 @pytest.mark.slow
 @each_scheme
-def test_marked_text_is_found_with_its_key_alone(scheme, width):
+def test_marked_text_is_detected_only_with_its_key(scheme, width):
     cfg = config(scheme, width)
     text = drawn(cfg, rows=8, steps=80)
     out = WatermarkDetector(cfg)(text)
@@ -204,7 +204,7 @@ def test_marked_text_is_found_with_its_key_alone(scheme, width):
     assert not WatermarkDetector(cfg)(np.random.default_rng(0).integers(0, VOCAB, (20, 100))).prediction.any()
 
 
-def test_a_part_of_marked_text_is_enough():
+def test_part_of_a_marked_text_is_detected():
     text = drawn(config("selfhash", 3), rows=5, steps=120, peak=2.0)
     assert WatermarkDetector(config("selfhash", 3))(text[:, 47:]).prediction.all()
 
@@ -228,7 +228,7 @@ def test_unmarked_text_is_detected_no_more_often_than_by_chance(scheme, width):
     np.testing.assert_array_equal(out.prediction, out.z_score > 3)
 
 
-def test_the_numbers_of_a_row():
+def test_detector_statistics_of_a_row():
     cfg = config(greenlist_ratio=0.4)
     text = np.random.default_rng(0).integers(0, 50, (1, 60))
     greens = sum(bool(green(text[:, i : i + 1], text[:, i + 1], cfg)[0]) for i in range(59))
@@ -244,7 +244,7 @@ def test_the_numbers_of_a_row():
 
 
 @each_scheme
-def test_padding_and_bos_count_nothing(scheme, width):
+def test_detector_ignores_padding_and_bos(scheme, width):
     text = np.random.default_rng(0).integers(1, 50, (3, 20))
     detect = WatermarkDetector(config(scheme, width), bos_token_id=0)
     padded, mask = np.zeros((3, 30), np.int64), np.zeros((3, 30), np.int64)
@@ -261,7 +261,7 @@ def test_padding_and_bos_count_nothing(scheme, width):
     ).all()
 
 
-def test_repetition_counts_once_if_requested():
+def test_repeated_ngrams_count_once_if_requested():
     colours = green(np.full((50, 1), 3), np.arange(50), config())
     token = int(np.flatnonzero(colours)[-1])
     back = green(np.full((1, 1), token), np.asarray([3]), config())
@@ -273,7 +273,7 @@ def test_repetition_counts_once_if_requested():
     assert (once.num_tokens_scored[0], once.num_green_tokens[0]) == (2, 1 + back[0])
 
 
-def test_what_the_detector_refuses():
+def test_detector_refuses_bad_arguments():
     detect = WatermarkDetector(config(width=3), bos_token_id=7)
     with pytest.raises(InputError, match="row 1 has 3 tokens"):
         detect([[1, 2, 3, 4], [7, 2, 3, 4]])
@@ -312,12 +312,12 @@ def test_what_the_detector_refuses():
         ("context_width", True, TypeError),
     ],
 )
-def test_what_the_config_refuses(field, value, error):
+def test_config_refuses_bad_values(field, value, error):
     with pytest.raises(error, match=field):
         WatermarkingConfig(**{field: value})
 
 
-def test_the_config_as_transformers_has_it():
+def test_config_round_trips_to_transformers_form():
     fields = {"greenlist_ratio": 0.3, "bias": 2, "hashing_key": 2**32 - 1}
     fields |= {"seeding_scheme": "selfhash", "context_width": 4}
     cfg = WatermarkingConfig.from_hf(fields)
@@ -349,7 +349,7 @@ def test_the_config_is_a_pytree():
 
 
 @pytest.mark.slow
-def test_generated_text_is_found():
+def test_generated_text_is_detected():
     model = model_config(num_hidden_layers=1)
     params = random_params(model, scale=0.02)
     mark = {"bias": 4.0, "seeding_scheme": "selfhash", "context_width": 2}

@@ -125,7 +125,7 @@ def made(case: str):
 @pytest.mark.parametrize(
     "case", ["all", "8 bits", *slow("bfloat16", "start", "few", "plain", "window", "prefix", "one")]
 )
-def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
+def test_every_form_equals_attention_over_all_pairs(small_blocks, form, case):
     q, parts, seen, wanted, sees = made(case)
     out = np.asarray(jax.jit(FORMS[form])(q, parts, seen), np.float32)
     tolerance = 2e-2 if q.dtype == jnp.bfloat16 else 1e-5
@@ -134,7 +134,7 @@ def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
 
 
 @pytest.mark.parametrize("case", ["all", *slow("plain", "window")])
-def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_blocks, case):
+def test_gradients_in_blocks_equal_those_of_one_pass(small_blocks, case):
     q, parts, seen, _, sees = made(case)
     weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape) * sees[:, None, :, None], jnp.float32)
 
@@ -153,7 +153,7 @@ def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_bloc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_of_one_query_are_its_products(dtype):
+def test_sums_equal_products_for_one_query(dtype):
     """On a GPU, these sums replace the products."""
     rng = np.random.default_rng(0)
     shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE), (ROWS, KV_HEADS, 9, SIZE)
@@ -166,7 +166,7 @@ def test_sums_of_one_query_are_its_products(dtype):
 
 
 @pytest.mark.parametrize(("steps", "slots", "products"), [(1, 1024, 0), (1, 1025, 1), (2, 9, 2)])
-def test_products_of_queries_on_a_gpu(steps, slots, products):
+def test_gpu_replaces_products_of_a_single_query(steps, slots, products):
     """Only a single query's products become sums. With more than 1,024 slots, only its products with keys do."""
     shapes = (ROWS, HEADS, steps, SIZE), (ROWS, KV_HEADS, slots, SIZE), (ROWS, KV_HEADS, slots, SIZE)
     q, keys, values = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
@@ -181,7 +181,7 @@ def test_products_of_queries_on_a_gpu(steps, slots, products):
 
 
 @pytest.mark.slow
-def test_weights_are_returned_only_where_they_are_wanted(small_blocks):
+def test_attention_weights_are_returned_only_on_request(small_blocks):
     q, parts, seen = CASES["prefix"].make()
     out, weights = attention(q, parts, seen, with_weights=True)
     assert weights.shape == (ROWS, HEADS, 9, 19)
@@ -267,7 +267,7 @@ def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_known_position_in_slots_that_rows_share(monkeypatch):
+def test_known_position_in_shared_slots(monkeypatch):
     """If rows share slots, a token's position differs from its slot."""
     monkeypatch.setattr(module, "_CAUSAL_BLOCK", 4)
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 12))
@@ -282,7 +282,7 @@ def test_a_known_position_in_slots_that_rows_share(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
+def test_choice_of_the_cpu_form_for_many_queries(monkeypatch):
     """The form depends on the number of queries and the number of slots that they may see."""
     chosen = []
     for name in ("_without_later_keys", "_over_rows_and_heads"):
@@ -297,7 +297,7 @@ def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
+def test_model_in_blocks_equals_one_pass(small_blocks, monkeypatch):
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 14))
     mask = np.ones((2, 14), bool)
     mask[1, :5] = False
@@ -316,7 +316,7 @@ def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_through_packed_rows_are_the_same_in_blocks_and_at_once(small_blocks, monkeypatch):
+def test_gradients_of_packed_rows_in_blocks_equal_one_pass(small_blocks, monkeypatch):
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (1, 11)))
     segments = jnp.asarray([[1] * 4 + [2] * 5 + [0] * 2])
 

@@ -36,7 +36,7 @@ def arrays(cache: KVCache) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_cache_has_the_models_dtype(dtype):
+def test_cache_has_the_models_dtype(dtype):
     cache = KVCache.create(model_config(torch_dtype=dtype), 2, 5)
     assert cache.dtype == dtype
     assert cache.keys[0].nbytes == 2 * 2 * 5 * 8 * jnp.dtype(dtype).itemsize
@@ -47,7 +47,7 @@ def test_a_cache_has_the_models_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32", "float16")])
-def test_numbers_are_read_as_they_were_written(dtype):
+def test_values_are_read_as_written(dtype):
     cache = KVCache.create(CFG, 2, 5, dtype)
     new = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 8)), dtype)
     slots = jnp.asarray([[0, 1, 2], [4, 9, 1]])  # each row has its own slots; 9 is out of range
@@ -61,7 +61,7 @@ def test_numbers_are_read_as_they_were_written(dtype):
 
 
 @pytest.mark.slow
-def test_8_bits_are_the_numbers_to_within_half_a_step():
+def test_8_bit_values_are_within_half_a_step():
     rng = np.random.default_rng(0)
     new = jnp.asarray(rng.normal(size=(2, 2, 3, 8)), jnp.float32).at[0, 1, 2].set(0)
     stored = as_stored(new, "float32", int8=True)
@@ -117,7 +117,7 @@ def test_insert_replaces_rows_and_leaves_out_numbers_out_of_range(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_insert_leaves_a_prefix_that_rows_share(rows):
+def test_insert_preserves_a_shared_prefix(rows):
     cache, source = filled(1, 4, copies=rows), filled(1, 4, copies=1, seed=5)
     result = cache.insert(source, jnp.asarray([rows - 1]))
     for got, old in zip(arrays(result.prefix), arrays(cache.prefix), strict=True):
@@ -137,7 +137,7 @@ def test_insert_leaves_a_prefix_that_rows_share(rows):
     ],
     ids=["slots", "dtype", "8 bits", "parts", "model"],
 )
-def test_insert_refuses_a_cache_of_other_parts(source):
+def test_insert_refuses_a_cache_with_other_parts(source):
     with pytest.raises(InputError, match="must have the parts"):
         filled(4, 5).insert(source, jnp.asarray([0, 1]))
 
@@ -164,7 +164,7 @@ def test_row_numbers_count_the_rows_of_one_stream():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_first_stream_of_a_fork(shared):
+def test_first_stream_of_a_fork(shared):
     """Rows 0 to 3 of eight: two copies of prefix rows 0 and 1."""
     fork = dataclasses.replace(filled(4, 3), streams=2).fork(2, 5, shared)
     chosen = fork.select(jnp.asarray([1, 1, 3, 2])).first_stream()

@@ -54,7 +54,7 @@ def test_chunks_through_the_cache_equal_one_pass(cfg, split):
 
 @pytest.mark.parametrize("cfg", [WINDOWED, *slow(CFG)], ids=["windowed", "full"])
 @pytest.mark.parametrize("side", ["holes", *slow("left", "right")])
-def test_padding_is_invisible(cfg, side):
+def test_padding_does_not_change_logits(cfg, side):
     rows = [tokens(1, 9, 1)[0], tokens(1, 4, 2)[0]]
     width = 11
     ids, mask = np.zeros((2, width), int), np.zeros((2, width), int)
@@ -74,7 +74,7 @@ def test_padding_is_invisible(cfg, side):
     assert bool(jnp.all(jnp.isfinite(plain.logits)))
 
 
-def test_rows_continue_each_at_its_own_position():
+def test_each_row_continues_at_its_own_position():
     ids, mask = left_pad([tokens(1, 7, 1)[0].tolist(), tokens(1, 3, 2)[0].tolist()])
     more = tokens(2, 2, 5)
     cache = run(ids, attention_mask=jnp.asarray(mask), cache=KVCache.create(CFG, 2, 12)).cache
@@ -163,7 +163,7 @@ def test_embeddings_in_place_of_ids():
 
 
 @pytest.mark.slow
-def test_positions_can_be_given():
+def test_position_ids_are_applied():
     ids = tokens(1, 6)
     np.testing.assert_array_equal(run(ids, position_ids=jnp.arange(6)[None]).logits, run(ids).logits)
     # RoPE is relative: shifting all positions does not change the logits, but stretching them does.
@@ -200,7 +200,7 @@ def test_loss_is_the_mean_cross_entropy_of_shifted_labels():
         run(ids, labels=jnp.asarray(labels), logits_to_keep=1)
 
 
-def test_activations_round_once():
+def test_activations_are_rounded_once():
     x = jnp.linspace(-6, 6, 1000, dtype=jnp.bfloat16)
     for name in ACTIVATIONS:
         exact = activation(name)(x.astype(jnp.float32))
@@ -208,7 +208,7 @@ def test_activations_round_once():
 
 
 @pytest.mark.slow
-def test_gradients_of_the_loss_agree_with_differences():
+def test_loss_gradients_agree_with_finite_differences():
     ids = jnp.asarray(tokens(2, 6), jnp.int32)
 
     def loss(params):
@@ -300,7 +300,7 @@ def test_half_precision_is_close_to_float32(dtype):
         ({"ids": jnp.zeros((1, 2), jnp.int32), "labels": jnp.zeros((1, 3), jnp.int32)}, "labels"),
     ],
 )
-def test_what_cannot_fit_is_refused(kwargs, message):
+def test_mismatched_arguments_are_refused(kwargs, message):
     with pytest.raises(InputError, match=message):
         CausalLM(CFG).apply({"params": PARAMS}, **kwargs)
 
@@ -325,7 +325,7 @@ def test_labels_outside_the_vocabulary_make_the_loss_nan():
         assert bool(jnp.isnan(run(tokens(1, 4), labels=jnp.asarray([[1, 2, label, 3]])).loss))
 
 
-def test_a_cache_of_other_rows_is_refused():
+def test_cache_with_another_number_of_rows_is_refused():
     with pytest.raises(InputError, match="3 rows, but the input has 2"):
         run(tokens(2, 1), cache=KVCache.create(CFG, 3, 4))
     with pytest.raises(InputError, match="at least one"):
@@ -334,7 +334,7 @@ def test_a_cache_of_other_rows_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_norm_of_a_row_as_a_gpu_computes_it(dtype):
+def test_gpu_form_of_the_norm_is_exact(dtype):
     norm, rng = RMSNorm(1e-6, dtype), np.random.default_rng(0)
     row, weight = jnp.asarray(rng.normal(size=(1, 48)), dtype), jnp.asarray(rng.normal(size=48), dtype)
     np.testing.assert_array_equal(workarounds._norm_of_two(norm._normed, row, weight), norm._normed(row, weight))

@@ -43,7 +43,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 
 @pytest.mark.parametrize("key", SIZES)
-def test_a_size_has_no_default(key):
+def test_missing_size_is_refused(key):
     with pytest.raises(ConfigError, match=f"missing: {key}$"):
         ModelConfig.from_hf(without(CONFIG, key))
 
@@ -68,7 +68,7 @@ def test_a_missing_key_has_the_default_of_its_class(model_type, heads, length, h
     assert (cfg.attention_bias, cfg.mlp_bias) == (model_type == "qwen2", False)
 
 
-def test_null_is_not_the_default_of_a_class():
+def test_null_is_not_replaced_by_the_class_default():
     assert ModelConfig.from_hf(MISTRAL | {"sliding_window": None}).windows == (None, None)
     for config in (CONFIG, LLAMA, QWEN3, MISTRAL):
         assert ModelConfig.from_hf(config | {"num_key_value_heads": None}).num_key_value_heads == 4
@@ -77,7 +77,7 @@ def test_null_is_not_the_default_of_a_class():
                 ModelConfig.from_hf(config | {key: None})
 
 
-def test_windows_that_are_switched_on_have_the_defaults_of_the_class():
+def test_enabled_windows_have_the_class_defaults():
     cfg = ModelConfig.from_hf(CONFIG | {"use_sliding_window": True, "num_hidden_layers": 30})
     assert cfg.windows == (None,) * 28 + (4096,) * 2
     with pytest.raises(ConfigError, match="use_sliding_window is true, but missing: max_window_layers"):
@@ -105,7 +105,7 @@ def test_unknown_keys_are_named_in_one_warning():
     assert len(text) < 600
 
 
-def test_keys_have_one_group():
+def test_each_key_belongs_to_one_group():
     groups = [config_keys.FIELDS.keys(), config_keys.SPECIAL, config_keys.IRRELEVANT, config_keys.NEUTRAL.keys()]
     assert len(frozenset().union(*groups)) == sum(map(len, groups))
     names = [name for _, names in config_keys._BY_NEUTRAL_VALUE for name in names.split()]
@@ -213,20 +213,20 @@ def test_a_key_of_another_architecture_must_be_neutral(key, neutral, value):
         ("unpadded_vocab_size", 97, 96, "vocab_size=97"),
     ],
 )
-def test_another_name_must_have_the_value_of_the_model(keys, value, other, name):
+def test_alias_must_equal_the_models_value(keys, value, other, name):
     for key in keys.split():
         assert ModelConfig.from_hf(CONFIG | {key: value}) == ModelConfig.from_hf(CONFIG)
         with pytest.raises(ConfigError, match=re.escape(f"{key}={other!r} is not implemented: it must equal {name}")):
             ModelConfig.from_hf(CONFIG | {key: other})
 
 
-def test_another_name_does_not_replace_a_missing_key():
+def test_alias_does_not_replace_a_missing_key():
     for key, other, value in (("rms_norm_eps", "norm_eps", 1e-5), ("hidden_act", "hidden_activation", "gelu")):
         with pytest.raises(ConfigError, match=f"{other}=.* is not implemented: it must equal {key}="):
             ModelConfig.from_hf(without(CONFIG, key) | {other: value})
 
 
-def test_the_norm_of_qwen3_may_be_named():
+def test_use_qk_norm_is_accepted_only_for_qwen3():
     assert ModelConfig.from_hf(QWEN3 | {"use_qk_norm": True}) == ModelConfig.from_hf(QWEN3)
     with pytest.raises(ConfigError, match="use_qk_norm=True is not implemented"):
         ModelConfig.from_hf(LLAMA | {"use_qk_norm": True})
@@ -277,7 +277,7 @@ def test_neutral_parameters_of_rope_are_ignored():
     )
 
 
-def test_equal_rope_under_both_names():
+def test_rope_may_be_given_under_both_names_if_equal():
     old = {"type": "linear", "factor": 2.0}
     new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     expected = ModelConfig.from_hf(CONFIG | {"rope_scaling": old})
@@ -421,7 +421,7 @@ def test_faults_of_every_kind_are_reported_together():
         (MISTRAL | {"sliding_window": None, "attention_bias": False}, (False, False, False), False, (None, None)),
     ],
 )
-def test_families(config, biases, qk_norm, windows):
+def test_families_differ_in_biases_norms_and_windows(config, biases, qk_norm, windows):
     cfg = ModelConfig.from_hf(config)
     assert (cfg.attention_bias, cfg.output_bias, cfg.mlp_bias) == biases
     assert (cfg.qk_norm, cfg.windows) == (qk_norm, windows)
@@ -524,7 +524,7 @@ def test_configs_of_the_goldens():
         assert {key: written[key] for key in same} == {key: config[key] for key in same}, path
 
 
-def test_yarn_leaves_short_wavelengths_and_divides_long_ones():
+def test_yarn_keeps_short_wavelengths_and_divides_long_ones():
     rope = RopeConfig("yarn", 1e4, factor=4.0, original_max_position_embeddings=128)
     plain, _ = inverse_frequencies(RopeConfig("default", 1e4), 64)
     stretched, scale = inverse_frequencies(rope, 64)

@@ -21,7 +21,7 @@ def equal(left, right) -> bool:
 
 
 @pytest.mark.slow
-def test_the_results_are_the_same():
+def test_fusing_does_not_change_results():
     params = random_params(MODEL)
     fused = fuse_projections(params)
     assert set(fused["model"]["layers"]["1"]["self_attn"]) == {"qkv_proj", "o_proj"}
@@ -38,7 +38,7 @@ def test_the_results_are_the_same():
 @pytest.mark.parametrize(
     ("config", "quantize"), slow((QWEN2, "int8"), (QWEN2, None), (LLAMA, None), (LLAMA, "int8"), (QWEN3, None))
 )
-def test_it_is_saved_as_it_was(tmp_path, config, quantize):
+def test_fused_model_is_saved_unfused(tmp_path, config, quantize):
     params, cfg = load_hf(write(tmp_path / "a", config, weights(config)), quantize=quantize)
     save_hf(fuse_projections(params), cfg, tmp_path / "b")
     assert equal(load_hf(tmp_path / "b")[0], params)
@@ -59,7 +59,7 @@ def test_donated_arrays_are_deleted():
 
 
 @pytest.mark.slow
-def test_low_rank_updates_are_left():
+def test_projections_with_low_rank_updates_are_not_fused():
     params = random_params(MODEL)
     updates = lora.init(params, 2, jax.random.key(0), targets=("q_proj",))
     fused = fuse_projections(lora.attach(params, updates, 1.0))
@@ -83,7 +83,7 @@ def test_adapters_are_fused(tmp_path):
     assert set(fuse_projections(few)["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_what_needs_the_original(tmp_path):
+def test_unsupported_uses_of_fused_projections_are_refused(tmp_path):
     params = random_params(MODEL)
     fused = fuse_projections(params)
     mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
@@ -97,7 +97,7 @@ def test_what_needs_the_original(tmp_path):
     assert equal(pool_kv_heads(fused, cfg, 1)[0], pool_kv_heads(params, cfg, 1)[0])
 
 
-def test_a_joined_tree_that_does_not_fit():
+def test_mismatched_fused_tree_is_refused():
     fused = fuse_projections(random_params(MODEL))
     layer = fused["model"]["layers"]["0"]["self_attn"]
     layer["qkv_proj"]["weight"] = layer["qkv_proj"]["weight"][1:]

@@ -35,7 +35,7 @@ def rows(count: int, dtype, seed=1) -> jax.Array:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("count", [1, 3, 8, 9, 40])
 @pytest.mark.parametrize("divided", [False, True])
-def test_products_are_those_of_the_matrix(dtype, count, divided):
+def test_products_equal_those_of_the_matrix(dtype, count, divided):
     weight, matrix = int8(dtype)
     x = rows(count, dtype)
     exact = np.asarray(x, np.float64) @ matrix.T.astype(np.float64)
@@ -46,7 +46,7 @@ def test_products_are_those_of_the_matrix(dtype, count, divided):
     assert np.all(np.abs(found - exact) <= (within + 1e-7) * size)
 
 
-def test_the_order_of_operands_changes_no_bit(monkeypatch):
+def test_order_of_operands_changes_no_bits(monkeypatch):
     weight, _ = int8(jnp.bfloat16)
     x, results, programs = rows(4, jnp.bfloat16), [], []
     for largest in (0, weight.values.size):
@@ -60,7 +60,7 @@ def test_the_order_of_operands_changes_no_bit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_of_zeros_and_a_row_that_is_not_a_number():
+def test_rows_of_zeros_and_of_nan():
     weight, matrix = int8(jnp.bfloat16)
     x = rows(3, jnp.bfloat16).at[0].set(0).at[1, 5].set(jnp.nan)
     found = np.asarray(linear(x, weight), np.float32)
@@ -73,7 +73,7 @@ def test_a_row_of_zeros_and_a_row_that_is_not_a_number():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_alone_is_the_row_in_a_batch(dtype):
+def test_row_does_not_depend_on_its_batch(dtype):
     weight, matrix = int8(dtype)
     x = rows(5, dtype)
     alone = jnp.concatenate([linear(x[n : n + 1], weight) for n in range(5)])
@@ -93,7 +93,7 @@ def test_rows_are_looked_up():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("count", [2, 20])
-def test_gradients_in_the_rows(dtype, count):
+def test_gradients_with_respect_to_the_rows(dtype, count):
     weight, matrix = int8(dtype)
     change = rows(count, dtype, seed=2)[:, :F]
     found = jax.grad(lambda x: jnp.sum(linear(x, weight) * change))(rows(count, dtype))
@@ -121,12 +121,12 @@ def reference(texts) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_quality_is_kept(texts, reference, dtype):
+def test_quantized_model_has_similar_loss(texts, reference, dtype):
     assert perplexity(*load_hf(PATH, dtype=dtype, quantize="int8"), texts) < 1.01 * reference
 
 
 @pytest.mark.slow
-def test_the_quality_is_kept_with_outliers(tmp_path, texts, reference):
+def test_quantized_model_with_outliers_has_similar_loss(tmp_path, texts, reference):
     params, cfg = load_hf(PATH, dtype="float32")
     save_hf(with_outliers(params, cfg.model.num_hidden_layers), cfg, tmp_path / "outliers")
     assert perplexity(*load_hf(tmp_path / "outliers"), texts) == pytest.approx(reference, rel=1e-3)

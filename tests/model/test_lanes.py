@@ -16,20 +16,20 @@ SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 81
 
 
 @pytest.mark.parametrize("columns", SIZES)
-def test_real_sizes_fit(columns):
+def test_sizes_of_real_models_fit_lanes(columns):
     assert workarounds.fits_lanes(1, columns)
     assert workarounds.fits_lanes(2, columns)
 
 
 @pytest.mark.parametrize("size", [(3, 896), (1, 96), (1, 130), (1, 7 * 32), (2, 37 * 64)])
-def test_other_sizes_do_not_fit(size):
+def test_other_sizes_do_not_fit_lanes(size):
     assert not workarounds.fits_lanes(*size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("columns", [128, 448, 896, 37 * 128])
-def test_product(columns, rows, dtype):
+def test_product_in_lanes_is_accurate(columns, rows, dtype):
     rng = np.random.default_rng(columns)
     weight = jnp.asarray(rng.integers(-127, 128, (24, columns)), dtype)
     x = jnp.asarray(rng.normal(size=(rows, columns)), jnp.bfloat16)
@@ -42,7 +42,7 @@ def test_product(columns, rows, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_with_infinity_and_without_a_number(rows):
+def test_rows_with_infinity_and_nan(rows):
     weight = jnp.ones((8, 128), jnp.bfloat16)
     x = jnp.ones((rows, 128), jnp.bfloat16)
     assert bool(jnp.all(jnp.isposinf(workarounds.in_lanes(x.at[:, 5].set(jnp.inf), weight))))
@@ -74,7 +74,7 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
     assert not given_to_the_library(compiled.as_text(), f"[512,{columns}]")
 
 
-def test_a_plain_sum_is_given_to_the_library():
+def test_xla_gives_a_plain_sum_to_its_library():
     """If this fails, jax has changed, and `_lane_sum` in workarounds.py may no longer need its rounding."""
     x, weight = jnp.ones((1, 896), jnp.bfloat16), jnp.ones((512, 896), jnp.bfloat16)
     multiply = jax.jit(lambda x, weight: jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1))
@@ -95,7 +95,7 @@ def given_to_the_library(program: str, shape: str) -> list[str]:
     return [head for name in names for head in heads if head.startswith(f"%{name} (") and shape in head]
 
 
-def test_gradients():
+def test_gradients_are_accurate():
     rng = np.random.default_rng(1)
     x, weight, change = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((1, 128), (40, 128), (1, 40)))
     _, pull = jax.vjp(linear, x, weight)
@@ -105,7 +105,7 @@ def test_gradients():
     np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], rtol=0.02, atol=0.05)
 
 
-def test_only_a_cpu_multiplies_in_lanes(monkeypatch):
+def test_only_cpus_multiply_in_lanes(monkeypatch):
     monkeypatch.setattr(workarounds, "cpu_flags", lambda: {"avx512f"})
     x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
     for platform in ("cpu", "cuda", "tpu"):
@@ -121,7 +121,7 @@ def test_only_a_cpu_multiplies_in_lanes(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("flags", [set(), {"amx_bf16"}, {"amx_int8"}, {"amx_bf16", "amx_int8"}])
-def test_a_cpus_unit_for_matrices_is_preferred(rows, dtype, flags, monkeypatch):
+def test_matrix_unit_of_a_cpu_is_preferred(rows, dtype, flags, monkeypatch):
     """The rows become the right operand, of 16 bits or of pairs of 8 bits, unless the program may run elsewhere."""
     monkeypatch.setattr(workarounds, "cpu_flags", lambda: flags)
     monkeypatch.setattr(workarounds, "_ROWS_FIRST", 0)

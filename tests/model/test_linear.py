@@ -18,7 +18,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("divided", DIVIDED)
 @pytest.mark.parametrize("shape", [(1, 1, 24), (3, 24), (2, 30, 24)])
-def test_product(shape, divided, dtype):
+def test_product_is_accurate(shape, divided, dtype):
     rng = np.random.default_rng(0)
     x, weight, bias = (jnp.asarray(rng.normal(size=s), dtype) for s in (shape, (40, 24), (40,)))
     wide = [np.asarray(value, np.float64) for value in (x, weight, bias)]
@@ -34,7 +34,7 @@ def test_product(shape, divided, dtype):
 @pytest.mark.parametrize(
     ("columns", "in_parts", "parts"), [(8, True, 1), (24, True, 3), (25, True, 5), (23, True, 3), (24, False, 1)]
 )
-def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
+def test_sums_equal_the_product_for_one_row(columns, in_parts, parts, dtype, monkeypatch):
     """A GPU sums equal parts if a small number of parts divides the columns: 5 for 25, but 3 unequal ones for 23."""
     monkeypatch.setattr(workarounds, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
@@ -48,7 +48,7 @@ def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkey
 @pytest.mark.parametrize("divided", DIVIDED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_gradients_of_few_rows(rows, dtype, divided):
+def test_gradients_for_few_rows_are_accurate(rows, dtype, divided):
     rng = np.random.default_rng(1)
     x, weight, change = (jnp.asarray(rng.normal(size=s), dtype) for s in ((rows, 24), (40, 24), (rows, 40)))
     _, pull = jax.vjp(lambda x, weight: linear(x, weight, None, Context(divided)), x, weight)
@@ -101,7 +101,7 @@ def test_a_weight_of_few_rows_is_the_right_operand():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_look_up(dtype):
+def test_look_up_returns_rows_and_nan_for_bad_ids(dtype):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(11, 6)), dtype)
     ids = jnp.asarray([[0, 10], [3, 11], [-1, 1]])
     out = jax.jit(look_up)(ids, table)

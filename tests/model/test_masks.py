@@ -31,7 +31,7 @@ def visibilities(draw):
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(visibilities())
-def test_a_mask_is_the_rule_for_each_pair_and_its_span_leaves_nothing_out(seen):
+def test_mask_follows_the_rule_and_span_covers_it(seen):
     queries, keys = np.asarray(seen.queries), np.asarray(seen.keys[0])
     first = np.zeros_like(queries) if seen.first is None else np.asarray(seen.first)
     wanted = [
@@ -71,7 +71,7 @@ def test_padding_is_not_counted_in_the_order_and_is_not_a_key():
     assert placement.visible.keys[0].tolist() == [[EMPTY, 0, 1, EMPTY, 2]]
 
 
-def test_hidden_keys_are_empty_and_later_ones_stay():
+def test_hidden_keys_become_empty_and_later_keys_stay():
     order = jnp.asarray([[0, 1, 2, 3, EMPTY]], jnp.int32)
     assert hide_keys(jnp.asarray([[True, False]]), order).tolist() == [[0, EMPTY, 2, 3, EMPTY]]
 

@@ -134,7 +134,7 @@ class TestKinds:
         assert out.sequences.tolist() == [[9, 8, 7, 6, 5]]
 
     @pytest.mark.slow
-    def test_a_new_kind_is_one_class(self):
+    def test_new_kind_of_weight_needs_one_class(self):
         def halved(params):
             return jax.tree.map(lambda x: Halves.of(x) if x.ndim == 2 else x, params)
 
@@ -179,7 +179,7 @@ class TestMismatch:
         with pytest.raises(InputError, match=f"{self.NAME} is missing"):
             causal_lm.forward(CFG, params, IDS)
 
-    def test_a_kind_of_weight_is_not_for_vectors(self):
+    def test_vectors_cannot_be_quantized(self):
         params = jax.tree.map(lambda x: x, PARAMS)
         params["model"]["norm"]["weight"] = low_rank(32, 32)[0]
         with pytest.raises(InputError, match=r"model\.norm\.weight has shape \[32, 32\], wanted \[32\]"):

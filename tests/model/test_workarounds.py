@@ -114,7 +114,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("form", "plain", "rows", "dtype"), PRODUCTS.values(), ids=PRODUCTS)
-def test_a_loop_stores_converted_weights_without(form, plain, rows, dtype):
+def test_loop_without_the_workaround_stores_converted_weights(form, plain, rows, dtype):
     assert _steps(form, rows, dtype) < 4 * SIDE * SIDE
     assert _steps(plain, rows, dtype) >= 4 * SIDE * SIDE
 

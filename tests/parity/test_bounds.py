@@ -87,7 +87,7 @@ def check(name, scores, values, kept):
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 @pytest.mark.parametrize("name", WARPERS)
-def test_what_is_kept(name, vocab):
+def test_kept_tokens_match_transformers(name, vocab):
     scores = goldens()[f"{vocab}_scores"]
     values = goldens()[f"{vocab}_counts" if name == "top_k" else "values"]
     theirs = np.unpackbits(goldens()[f"{vocab}_{name}"], axis=-1, count=vocab).astype(bool)
@@ -96,7 +96,7 @@ def test_what_is_kept(name, vocab):
 
 
 @pytest.mark.parametrize("name", WARPERS)
-def test_what_is_kept_on_a_mesh(name):
+def test_kept_tokens_on_a_mesh(name):
     scores = goldens()["1024_scores"]
     values = goldens()["1024_counts" if name == "top_k" else "values"]
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "model", "copies"))
@@ -104,7 +104,7 @@ def test_what_is_kept_on_a_mesh(name):
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_top_h_keeps_one_token_to_all_100(vocab):
+def test_top_h_keeps_between_1_and_100_tokens(vocab):
     scores = goldens()[f"{vocab}_scores"]
     kept = kept_by("top_h", scores, np.append(goldens()["values"], np.float32(1)))
     counts = kept.sum(axis=-1)

@@ -38,7 +38,7 @@ def sets(files, in_default_run):
 
 
 @pytest.mark.parametrize(("name", "group"), list(sets(BEAMS, [])))
-def test_beams(name, group):
+def test_beam_search_matches_transformers(name, group):
     params, cfg, ids, mask = prepare("441", group)
     out = generate(params, ids, None, cfg, attention_mask=mask)
     eos = np.ravel([] if cfg.eos_token_id is None else cfg.eos_token_id).tolist()
@@ -60,7 +60,7 @@ IN_DEFAULT_RUN = [("prompt_lookup", 3)]
 
 
 @pytest.mark.parametrize(("name", "group"), list(sets(OTHERS, IN_DEFAULT_RUN)))
-def test_tokens(name, group):
+def test_tokens_match_transformers(name, group):
     params, cfg, ids, mask = prepare("441", group)
     more = {}
     if group.get("assistant") is not None:
@@ -83,7 +83,7 @@ DOLA = json.loads((GOLDENS / "445" / "dola.json").read_text())
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=pytest.mark.slow, id=str(n)) for n, group in enumerate(DOLA)]
 )
-def test_dola(group):
+def test_dola_matches_transformers(group):
     params, cfg, ids, mask = prepare("445", group)
     cfg = cfg.replace(output_scores=True)
     more = {}
@@ -103,7 +103,7 @@ def test_few_cases_of_dola_are_near_ties():
     assert sum(not case["near_tie"] for group in DOLA for case in group["cases"]) >= 40
 
 
-def test_the_layers_of_dola():
+def test_layers_of_dola_match_transformers():
     for case in json.loads((GOLDENS / "445" / "dola_layers.json").read_text()):
         model = model_config(num_hidden_layers=case["depth"], tie_word_embeddings=case["tied"])
         cfg = GenerationConfig(model=model, dola_layers=case["name"])

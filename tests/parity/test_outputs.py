@@ -13,7 +13,7 @@ from tests.support.small import CFG, IDS, MASK, MODEL, PARAMS, PROMPTS
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
 
 
-def close(found, expected):
+def check_close(found, expected):
     np.testing.assert_allclose(
         found, expected, rtol=0, atol=1e-4 * max(1e-3, np.abs(expected[np.isfinite(expected)]).max())
     )
@@ -43,36 +43,36 @@ def test_to_hf_is_what_transformers_returns(name):
         assert found.shape == expected.shape
         np.testing.assert_array_equal(np.isinf(found[live]), np.isinf(expected[live]))
         assert (found[~live] == 0).all()  # after a row's end, where transformers continues with padding
-        close(np.where(np.isinf(found), 0, found)[live], np.where(np.isinf(expected), 0, expected)[live])
+        check_close(np.where(np.isinf(found), 0, found)[live], np.where(np.isinf(expected), 0, expected)[live])
     real = golden["attention_mask"] == 1
     states = np.stack(mine.hidden_states[0])
     assert states.shape == golden["prompt_hidden_states"].shape
-    close(states[:, real], golden["prompt_hidden_states"][:, real])
-    close(np.stack([np.stack(layers)[:, :, 0] for layers in mine.hidden_states[1:]])[:, :, :][
+    check_close(states[:, real], golden["prompt_hidden_states"][:, real])
+    check_close(np.stack([np.stack(layers)[:, :, 0] for layers in mine.hidden_states[1:]])[:, :, :][
         np.broadcast_to(read[:, None], golden["hidden_states"].shape[:3])
     ], golden["hidden_states"][np.broadcast_to(read[:, None], golden["hidden_states"].shape[:3])])  # fmt: skip
     weights = np.stack(mine.attentions[0])
     assert weights.shape == golden["prompt_attentions"].shape
-    close(np.swapaxes(weights, 2, 3)[:, real], np.swapaxes(golden["prompt_attentions"], 2, 3)[:, real])
+    check_close(np.swapaxes(weights, 2, 3)[:, real], np.swapaxes(golden["prompt_attentions"], 2, 3)[:, real])
     for step, layers in enumerate(mine.attentions[1:], start=1):
         assert layers[0].shape[-2:] == (1, golden["ids"].shape[1] + step)
         found = np.stack(layers)[..., 0, :]
-        close(found[:, read[step - 1]], golden["attentions"][step - 1][:, read[step - 1], :, : found.shape[-1]])
+        check_close(found[:, read[step - 1]], golden["attentions"][step - 1][:, read[step - 1], :, : found.shape[-1]])
     past = np.stack([np.stack(layer) for layer in mine.past_key_values])
     assert past.shape == golden["past_key_values"].shape
     held = np.asarray(out.attention_mask)[:, : past.shape[4]].copy()
     for row, length in enumerate(out.lengths.tolist()):
         held[row, golden["ids"].shape[1] + length - 1 :] = False  # the model has not read a row's last token
     held = held[None, None, :, None, :, None]
-    close(past * held, golden["past_key_values"] * held)
+    check_close(past * held, golden["past_key_values"] * held)
     for normalize in (False, True):
         expected = golden["transition_scores_normalized" if normalize else "transition_scores"]
         found = compute_transition_scores(mine.sequences, mine.scores, normalize_logits=normalize)
-        close(np.asarray(found)[live.T], expected[live.T])
+        check_close(np.asarray(found)[live.T], expected[live.T])
 
 
 @pytest.mark.slow
-def test_layers_are_those_of_one_pass():
+def test_layers_equal_those_of_one_pass():
     out = generate(PARAMS, IDS, None, CFG.replace(**EVERYTHING), attention_mask=MASK)
     width, heads = out.sequences.shape[1] - 1, MODEL.num_attention_heads
     whole = CausalLM(MODEL).apply(
@@ -87,7 +87,7 @@ def test_layers_are_those_of_one_pass():
     for layer, (prompt, later) in enumerate(zip(out.hidden_states.prefill, out.hidden_states.decode, strict=True)):
         together = np.concatenate([prompt, np.swapaxes(later, 0, 1)], axis=1)
         real = np.asarray(out.attention_mask[:, :-1])
-        close(together[real], np.asarray(whole.hidden_states[layer])[real])
+        check_close(together[real], np.asarray(whole.hidden_states[layer])[real])
         assert (together[~real] == 0).all()
 
 
@@ -118,7 +118,7 @@ def test_attentions_with_a_cache_are_refused():
     rows = [prompt + generated(first, row) + [3] for row, prompt in enumerate(PROMPTS)]
     for row, ids in enumerate(rows):
         states = CausalLM(MODEL).apply({"params": PARAMS}, jnp.asarray([ids]), output_hidden_states=True).hidden_states
-        close(np.asarray(on.hidden_states.prefill[-1])[row, 0], np.asarray(states[-1])[0, -1])
+        check_close(np.asarray(on.hidden_states.prefill[-1])[row, 0], np.asarray(states[-1])[0, -1])
 
 
 @pytest.mark.parametrize("source", ["logits", "scores"])
@@ -143,7 +143,7 @@ def test_log_probabilities(source):
         np.testing.assert_allclose(scores.logprobs[:, out.prompt_width :], out.logprobs, atol=1e-4)
 
 
-def test_what_is_not_asked_for_is_not_there():
+def test_records_that_are_not_requested_are_none():
     out = generate(PARAMS, IDS, None, CFG, attention_mask=MASK)
     for name in ("scores", "logits", "logprobs", "top_logprobs", "top_tokens", "hidden_states", "attentions"):
         assert getattr(out, name) is None

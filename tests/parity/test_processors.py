@@ -90,7 +90,7 @@ def batches(name):
         yield scores, row, chosen, static, expected, chance
 
 
-def compare(ours, expected, chance):
+def check_scores(ours, expected, chance):
     ours = np.asarray(ours)
     # torch.sort orders equal scores arbitrarily, so only the number of kept tokens is compared.
     ours, expected = (np.where(chance[:, None], np.sort(x), x) for x in (ours, expected))
@@ -102,15 +102,15 @@ def compare(ours, expected, chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
-def test_rows_with_options_of_their_own(name):
+def test_options_per_row_match_transformers(name):
     for scores, row, options, static, expected, chance in batches(name):
         run = jax.jit(lambda scores, row, options, static=static: apply(name, scores, row, options | static))
-        compare(run(scores, row, options), expected, chance)
+        check_scores(run(scores, row, options), expected, chance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
-def test_a_row_with_options_for_all(name):
+def test_shared_options_match_transformers(name):
     """Each row runs alone, with options that have no row axis."""
     for scores, row, options, static, expected, chance in batches(name):
 
@@ -118,7 +118,7 @@ def test_a_row_with_options_for_all(name):
             row = {key: value[None] for key, value in row.items()}
             return apply(name, scores[None], row, options | static)[0]
 
-        compare(jax.jit(jax.vmap(alone))(scores, row, options), expected, chance)
+        check_scores(jax.jit(jax.vmap(alone))(scores, row, options), expected, chance)
 
 
 def test_every_class_has_cases():

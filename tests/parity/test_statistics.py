@@ -77,7 +77,7 @@ def test_the_tail_of_the_statistic(freedom, five_percent, significant):
     assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # the estimate is high for small `freedom`
 
 
-def test_rare_cells_are_taken_together():
+def test_rare_cells_are_merged():
     probs = np.asarray([0.5, 0.0, 0.3, 0.01, 0.17, 0.02])
     seen = np.asarray([48, 0, 33, 2, 16, 1])
     statistic, freedom = chi_square(seen, probs)  # the two rarest cells expect only 3 draws, so a third joins them
@@ -210,7 +210,7 @@ def kept_by(name):
 
 
 @pytest.mark.parametrize("name", WARPERS)
-def test_the_kept_values_are_those_of_transformers(name):
+def test_kept_tokens_match_transformers(name):
     scores, _, ours, theirs, near = kept_by(name)
     assert len(scores) >= 500
     values, wanted = (np.sort(np.where(kept, scores, -np.inf), axis=-1) for kept in (ours, theirs))
@@ -225,7 +225,7 @@ def parts_equal_scores(scores, kept):
 
 
 @pytest.mark.parametrize("name", WARPERS)
-def test_top_p_alone_parts_equal_scores(name):
+def test_only_top_p_separates_equal_scores(name):
     scores, _, ours, _, _ = kept_by(name)
     parted = sum(map(parts_equal_scores, scores, ours))
     assert parted >= 10 if name == "top_p" else parted == 0

@@ -91,7 +91,7 @@ def test_a_grammar_without_transitions_takes_no_space_of_others():
         assert [text for text in states if accepts(table.joint, state, text)] == [name]
 
 
-def test_a_stack_may_enter():
+def test_stacked_automaton_may_enter():
     """A stack has one initial state per prompt, so that of one automaton has shape [1]."""
     table, letters, digits = table_of(40), grammar("[a-c]{1,8}"), grammar("[0-9]{2,4}")
     both, start = TokenAutomaton.stack([letters], capacity=Capacity(64, 64, 64, 2)).add(digits)
@@ -121,7 +121,7 @@ def test_a_stack_may_enter():
         ),
     ],
 )
-def test_a_grammar_that_never_fits_is_refused(sizes, pattern, message):
+def test_oversized_grammar_is_refused(sizes, pattern, message):
     table = table_of(**{"states": 64, **sizes})
     with pytest.raises(InputError, match=message.replace("(", r"\(").replace(")", r"\)")):
         table.fits(grammar(pattern))
@@ -139,7 +139,7 @@ def test_adding_a_grammar_sends_only_its_own_part():
     assert accepts(table.joint, states["[0-9]{2,4}"], "123")
 
 
-def test_a_grammar_of_many_classes_is_answered_at_once_with_another():
+def test_two_grammars_with_many_classes_fit_together():
     """A list of words has many classes of tokens and few states. Two such grammars fit together."""
     words = [chr(97 + i) + chr(97 + j) for i in range(12) for j in range(26)]
     table = GrammarTable(VOCAB, grammar_capacity(EngineSizes()))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cache(dtype):
+def test_cache_bytes_equal_the_size_of_the_cache(dtype):
     model = model_config(num_hidden_layers=3, torch_dtype=dtype)
     assert cache_bytes(model, 3, 40) == sum(leaf.nbytes for leaf in jax.tree.leaves(KVCache.create(model, 3, 40)))
 
@@ -34,7 +34,7 @@ def test_cache(dtype):
         ({"max_new_tokens": 10**7}, 4000),
     ],
 )
-def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, prompts, monkeypatch):
+def test_oversized_cache_is_refused_before_compiling(options, prompts, monkeypatch):
     monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 10**10)
     model = model_config(vocab_size=1000, max_position_embeddings=2 * 10**9)
     cfg = GenerationConfig(model=model, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
@@ -64,7 +64,7 @@ def free(monkeypatch):
         ({"max_new_tokens": 300, "output_hidden_states": True}, 2 * 3 * 300 * 16 * 4),
     ],
 )
-def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, size, free, monkeypatch):
+def test_oversized_program_is_refused_before_it_runs(options, size, free, monkeypatch):
     """The caches alone would fit, but the options add an array of `size` bytes."""
     cfg = GenerationConfig(model=WIDE, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
     ids = np.full((2, 3), 5)
@@ -82,7 +82,7 @@ def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, 
 
 
 @pytest.mark.slow
-def test_a_program_that_is_loaded_from_disk_is_checked_too(free):
+def test_memory_of_a_loaded_program_is_checked(free):
     cfg, params, found = GenerationConfig(model=WIDE, max_new_tokens=8, pad_token_id=0), random_params(WIDE), []
     free(10**9)
     generate(params, [[3, 4]], None, cfg)
@@ -92,7 +92,7 @@ def test_a_program_that_is_loaded_from_disk_is_checked_too(free):
     assert len(found) == 1
 
 
-def test_an_engine_too(free):
+def test_oversized_engine_is_refused(free):
     cfg, params = GenerationConfig(model=WIDE, max_new_tokens=8, pad_token_id=0), random_params(WIDE)
     free(1000)
     with pytest.raises(InputError, match="this call needs"):
@@ -100,7 +100,7 @@ def test_an_engine_too(free):
 
 
 @pytest.mark.slow
-def test_importing_takes_no_device():
+def test_import_does_not_initialize_a_device():
     code = (
         "import convert.hub, jaxgen.core.request.cache_memory\n"
         "from jax._src import xla_bridge\n"

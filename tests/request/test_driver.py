@@ -14,8 +14,8 @@ from jaxgen.core.decoding.loop import Decoded, Mode, Progress
 from jaxgen.core.decoding.stop_reasons import StopReason
 from jaxgen.core.request.driver import compile_for, has_methods, prefill_only, run_fitting, run_watched, run_whole
 from tests.support.compilations import compilations
+from tests.support.prepared_calls import prepared
 from tests.support.streamers import Collector, RowCollector
-from tests.support.trunk import prepared
 
 CAPACITY = 10
 
@@ -70,7 +70,7 @@ def call(budget=(3, 7)):
     return dataclasses.replace(given, mode=CLOCK, request=request)
 
 
-def test_steps_come_once_each_after_the_prompts():
+def test_streamer_gets_prompts_then_each_step_once():
     streamer = Collector()
     run = partial(run_watched, streamer=streamer, deadline=None)
     decoded = run_fitting(lambda more_prompts: call(), run, streamer)
@@ -80,7 +80,7 @@ def test_steps_come_once_each_after_the_prompts():
     assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
 
 
-def test_rows_come_in_parts_and_end_once():
+def test_row_streamer_gets_parts_and_one_end_per_row():
     streamer = RowCollector()
     run_watched(call(), streamer, None)
     assert [streamer.rows[row] for row in range(2)] == ROWS
@@ -88,7 +88,7 @@ def test_rows_come_in_parts_and_end_once():
     assert streamer.over == [0, 1]
 
 
-def test_a_row_that_ends_without_another_token():
+def test_row_may_end_without_another_token():
     class Late(Clock):
         def progress(self, run, state):
             now = super().progress(run, state)
@@ -128,13 +128,13 @@ class Order:
             self.seen.append(len(ids))
 
 
-def test_the_next_chunk_is_dispatched_before_the_last_is_read_except_for_the_first_token(monkeypatch):
+def test_next_chunk_is_dispatched_before_the_last_is_read(monkeypatch):
     streamer = Order(monkeypatch)
     run_watched(call(), streamer, None)
     assert streamer.seen == [1, "chunk", "chunk", 4, "chunk", 2]
 
 
-def test_the_time_ends_rows_that_have_not_ended():
+def test_deadline_ends_unfinished_rows():
     streamer = RowCollector()
     decoded = run_watched(call((1, 7)), streamer, time.monotonic() - 1)
     assert decoded.lengths.tolist() == [1, 1]
@@ -143,12 +143,12 @@ def test_the_time_ends_rows_that_have_not_ended():
     assert streamer.over == [0]
 
 
-def test_a_time_that_is_not_over_ends_nothing():
+def test_future_deadline_ends_no_rows():
     decoded = run_watched(call(), None, time.monotonic() + 600)
     assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
 
 
-def test_a_run_that_ends_with_its_prompts_takes_no_steps_and_does_not_time_out(monkeypatch):
+def test_run_that_ends_after_prefill_takes_no_steps(monkeypatch):
     streamer = Order(monkeypatch)
     decoded = run_watched(call((1, 1)), streamer, time.monotonic() - 1)
     assert streamer.seen == [1]
@@ -156,7 +156,7 @@ def test_a_run_that_ends_with_its_prompts_takes_no_steps_and_does_not_time_out(m
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_everything_is_compiled_in_advance(watched):
+def test_compile_for_compiles_all_programs(watched):
     class Other(Clock):
         """A new class, for which nothing has been compiled yet."""
 
@@ -171,13 +171,13 @@ def test_everything_is_compiled_in_advance(watched):
     assert decoded.lengths.tolist() == [3, 7]
 
 
-def test_only_the_prompts():
+def test_prefill_only_reads_the_prompts():
     given = prepared([[8, 9], [7]])
     continuation = prefill_only(given.run, given.request)
     assert continuation.count.tolist() == continuation.kv.total_length.tolist() == [2, 1]
 
 
-def test_methods_may_be_passed_on():
+def test_has_methods_accepts_delegated_methods():
     class Proxy:
         def __getattr__(self, name):
             return getattr(Collector(), name)

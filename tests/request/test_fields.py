@@ -7,13 +7,13 @@ from jaxgen import ConfigError, InputError, TokenAutomaton, generate_many
 from jaxgen.core.request.fields import hint, translated
 from jaxgen.errors import JaxgenWarning
 from tests.engine.test_engine import KEY, SIMPLE, SMALL, TOK
-from tests.support.letters import PARAMS
+from tests.support.byte_model import PARAMS
 
 SIZES = SMALL | {"tokenizer": TOK, "prompt_width": 64, "slots": 4, "prompt_options": ["top_p"]}
 
 
 @pytest.mark.slow
-def test_equal_prompts_in_different_forms():
+def test_equivalent_fields_give_equal_prompts():
     regex, schema = "[a-c]{3}", {"enum": [12, 345]}
     automata = {
         "regex": TokenAutomaton.from_regex(regex, TOK, vocab_size=320),
@@ -61,7 +61,7 @@ def test_an_unknown_field_is_an_error_for_all_prompts(field, hint):
         list(generate_many(PARAMS, prompts, KEY, SIMPLE, **SIZES))
 
 
-def test_names_that_users_give_to_their_own_data():
+def test_names_of_user_data_get_no_hint():
     own = "id source category label topic answer expected reference context question language model name title url date"
     own += " sequences top_n slot score length"
     assert [name for name in own.split() if hint(name)] == []
@@ -81,11 +81,11 @@ def test_names_that_users_give_to_their_own_data():
         ("adapters", "adapter"),
     ],
 )
-def test_names_that_mean_an_option(names, meant):
+def test_names_of_other_libraries_get_a_hint(names, meant):
     assert {hint(name) for name in names.split()} == {f"did you mean {meant!r}?"}
 
 
-def test_names_that_need_a_sentence():
+def test_names_without_an_equivalent_get_an_explanation():
     names = "tools system chat_template_kwargs enable_thinking options sampling_params guided_choice grammar best_of"
     names += " ignore_eos greedy seeds enableThinking"
     for name in names.split():

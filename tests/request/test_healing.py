@@ -98,7 +98,7 @@ def walk(automaton, start, rng, tokens):
 
 
 @pytest.mark.parametrize("name", ["bundled", "llama", *slow("qwen")])
-def test_any_spelling_gives_the_prompt_back(name, data):
+def test_any_tokenization_spells_the_prompt(name, data):
     tokenizer = {
         "qwen": lambda: Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct"),
         "bundled": lambda: Tokenizer.from_pretrained(demo.PATH),
@@ -177,7 +177,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_with_other_options(name):
+def test_healing_works_with_other_options(name):
     cfg = CFG.replace(**OPTIONS[name])
     out = run(cfg, key=jax.random.key(0) if cfg.do_sample else None)
     check(out, copies=cfg.num_return_sequences)
@@ -186,7 +186,7 @@ def test_with_other_options(name):
 
 
 @pytest.mark.slow
-def test_a_row_is_alone():
+def test_row_does_not_depend_on_its_batch():
     expected = all_generated(run())
     for row, prompt in enumerate(PROMPTS):
         assert all_generated(run(batch=SMALL.batch([prompt]))) == [expected[row]]
@@ -199,7 +199,7 @@ def test_a_row_is_alone():
     assert all_generated(flipped) != expected
 
 
-def test_a_special_token_and_a_single_token_stay():
+def test_special_tokens_and_single_tokens_are_not_healed():
     batch = SMALL.batch(["hello<|im_end|>", "x"])
     moved, automaton = heal(CFG, CallInputs(batch.ids, attention_mask=batch.attention_mask), None, SMALL)
     np.testing.assert_array_equal(moved.ids, batch.ids)
@@ -210,7 +210,7 @@ def test_a_special_token_and_a_single_token_stay():
 
 
 @pytest.mark.slow
-def test_after_a_cache_and_to_be_continued():
+def test_healing_after_a_cache_and_before_continuing():
     head, tail = SMALL.encode("one he"), SMALL.encode("ll and hell")
     cache = prefill(PARAMS, [head], CFG)
     out = generate(PARAMS, [tail], None, CFG, cache=cache, tokenizer=SMALL)
@@ -286,7 +286,7 @@ def test_the_bundled_model_finds_the_better_spelling():
         ({"cfg": CFG.replace(forced_decoder_ids=[[9, 3]])}, ConfigError, "forced_decoder_ids counts its tokens"),
     ],
 )
-def test_refusals(more, error, text):
+def test_unsupported_options_are_refused(more, error, text):
     with pytest.raises(error, match=text):
         run(**more)
 
@@ -297,6 +297,6 @@ def test_embeddings_alone_are_refused():
         generate(PARAMS, None, None, CFG, inputs_embeds=embeds, tokenizer=SMALL)
 
 
-def test_it_is_refused_under_jit():
+def test_healing_is_refused_under_jit():
     with pytest.raises(InputError, match="token_healing needs the host and cannot be used under jit"):
         jax.jit(lambda params: generate(params, BATCH.ids, None, CFG, tokenizer=SMALL))(PARAMS)

@@ -60,7 +60,7 @@ def read(ids, key, budget, own, grammar):
 @pytest.mark.filterwarnings("ignore::jaxgen.JaxgenWarning")  # of lengths that cannot be reached, only in calls
 @settings(max_examples=300, deadline=None)
 @given(ids.filter(len), keys.filter(lambda key: key not in ("none", "several")), budgets)
-def test_a_prompt_is_a_call_with_one_row(ids, key, budget):
+def test_prompt_and_call_are_read_alike(ids, key, budget):
     one = outcome(lambda: called(ids, KEYS[key], budget, {}, None))
     assert one == outcome(lambda: read(ids, KEYS[key], budget, {}, None))
 
@@ -94,7 +94,7 @@ def test_grammars_are_checked_alike(grammar, budget):
         ([5] * 17, InputError, "the prompt has 17 tokens, but at most 16 are accepted: shorten the prompt"),
     ],
 )
-def test_ids_that_are_refused(ids, error, words):
+def test_bad_ids_are_refused(ids, error, words):
     with pytest.raises(error, match=words):
         READER.read({"ids": ids})
 
@@ -106,7 +106,7 @@ def test_one_token_is_counted_in_the_singular():
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 40), st.none() | st.integers(0, 40), *[st.none() | st.integers(1, 30)] * 3)
-def test_a_budget_fits_all_limits(length, asked, prompt, answer, context):
+def test_budget_respects_all_limits(length, asked, prompt, answer, context):
     limits = Lengths(prompt, answer, context)
     fits = prompt is None or length <= prompt
     fits = fits and (asked is None or answer is None or asked <= answer)

@@ -57,19 +57,19 @@ def check_copies(dtype: str, bytes_of_store: int | None, places: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_has_the_bits_of_a_chunk_that_was_read():
+def test_copied_block_equals_a_block_that_was_read():
     check_copies("bfloat16", None, 3 * (WIDTH // CHUNK))
 
 
 @pytest.mark.slow
-def test_a_copy_has_these_bits_in_a_store_that_is_too_small():
+def test_copied_block_is_exact_when_the_store_is_too_small():
     model = config().model
     size = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * CHUNK * 4
     check_copies("float32", 4 * size + 100, 4)
 
 
 @pytest.mark.slow
-def test_what_is_in_the_store_is_not_read_again():
+def test_stored_prefix_is_not_read_again():
     cfg = config()
     prompt, other = related_prompts(2, seed=2)
     other["ids"] = prompt["ids"][:50] + other["ids"][50:]
@@ -152,7 +152,7 @@ def test_each_part_of_a_prompt_copies_the_stored_blocks():
 
 
 @pytest.mark.slow
-def test_a_size_that_is_refused_and_a_hook():
+def test_bad_store_sizes_and_hooks_are_refused():
     cfg = config()
     with pytest.raises(InputError, match=r"prefix_cache_bytes=10 is less than the \d+ bytes of 16 tokens"):
         engine(cfg, prefix_cache_bytes=10)
@@ -189,7 +189,7 @@ class Store:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_copied_places_never_contain_the_keys_of_a_different_prompt(seed):
+def test_copied_blocks_never_belong_to_another_prompt(seed):
     rng = np.random.default_rng(seed)
     index, places = Prefixes(places := int(rng.integers(1, 9)), 1, 4), places
     store, epochs = Store(places), 0

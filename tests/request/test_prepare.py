@@ -16,7 +16,7 @@ from tests.support import small
 from tests.support.automata import of_matrix
 from tests.support.counting import CFG
 from tests.support.models import counting_config
-from tests.support.trunk import prepared
+from tests.support.prepared_calls import prepared
 
 MODEL = CFG.model
 PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
@@ -43,17 +43,17 @@ def test_an_eager_call_is_rounded_up():
     assert isinstance(given.request.ids, np.ndarray)
 
 
-def test_records_make_the_number_of_steps_finer():
+def test_records_reduce_rounding_of_the_capacity():
     assert prepared(PROMPTS, CFG.replace(output_scores=True), eager=True).run.capacity == 16
 
 
-def test_under_jit_sizes_are_as_given():
+def test_sizes_are_exact_under_jit():
     given = prepared(PROMPTS)
     assert given.request.ids.shape == (3, WIDTH)
     assert given.run.capacity == given.new_tokens == 6
 
 
-def test_embeddings_and_negative_prompts_are_as_wide():
+def test_embeddings_and_negative_prompts_are_padded():
     embeds = np.ones((3, WIDTH, MODEL.hidden_size), np.float32)
     cfg = CFG.replace(guidance_scale=1.5)
     given = prepared(PROMPTS, cfg, eager=True, inputs_embeds=embeds, negative_prompt_ids=np.full((3, 40), 5))
@@ -93,7 +93,7 @@ def test_max_length_counts_prompt_and_cache_without_padding():
     assert pairs.request.budget.tolist() == [10, 7, 17, 18]
 
 
-def test_under_jit_max_length_leaves_what_is_sure():
+def test_max_length_under_jit_subtracts_the_padded_width():
     cfg = counting_config(max_length=21, pad_token_id=0)
     given = prepared(PROMPTS, cfg)
     assert given.new_tokens == 21 - WIDTH
@@ -123,12 +123,12 @@ def test_a_traced_budget_is_bounded_by_max_length():
         ({"do_sample": True}, InputError, "key is None"),
     ],
 )
-def test_options_that_do_not_fit_the_prompts(options, error, message):
+def test_options_for_another_number_of_prompts_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         prepared(PROMPTS, CFG.replace(**options), eager=True)
 
 
-def test_a_length_that_nobody_has_set_is_told():
+def test_unset_length_draws_a_warning():
     with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length is set: .* end at 20 tokens"):
         assert prepared(PROMPTS, counting_config(pad_token_id=0), eager=True).request.budget.tolist() == [19, 16, 18]
 
@@ -146,19 +146,19 @@ def test_a_length_that_nobody_has_set_is_told():
         ([32], False, 40),
     ],
 )
-def test_slots_for_the_tokens_before(counts, eager, slots):
+def test_number_of_slots_includes_cached_tokens(counts, eager, slots):
     assert prepared(PROMPTS, eager=eager, cache=cache_of(counts)).run.cached_slots == slots
 
 
 @pytest.mark.parametrize(("eager", "slots"), [(True, 64), (False, 44)])
-def test_slots_for_a_negative_prompt(eager, slots):
+def test_number_of_slots_includes_the_negative_prompt(eager, slots):
     negative = np.ones((3, 44), np.int32)
     cfg = CFG.replace(guidance_scale=1.5)
     given = prepared(PROMPTS, cfg, eager=eager, cache=cache_of([3]), negative_prompt_ids=negative)
     assert given.run.cached_slots == slots
 
 
-def test_a_cache_of_the_model_is_one_whose_tokens_are_unknown():
+def test_tokens_of_a_model_cache_are_unknown():
     given = prepared(PROMPTS, eager=True, cache=cache_of([3, 2, 1]).kv)
     assert given.request.cache.tokens is None
     assert given.request.cache.count.tolist() == [3, 2, 1]
@@ -169,7 +169,7 @@ def test_a_cache_of_the_model_is_one_whose_tokens_are_unknown():
 # --- Where the inputs end up --------------------------------------------------------------------------------------
 
 
-def test_values_of_the_prompts_are_in_the_request_and_not_in_the_run():
+def test_option_values_are_in_the_request_not_the_run():
     cfg = CFG.replace(do_sample=True, temperature=0.5, repetition_penalty=[1.1, 1.2, 1.3], eos_token_id=[5, 6])
     given = prepared(PROMPTS, cfg, eager=True, key=jax.random.key(0))
     options = given.request.options
@@ -183,7 +183,7 @@ def test_values_of_the_prompts_are_in_the_request_and_not_in_the_run():
     assert jax.tree.structure(given.run.cfg) == jax.tree.structure(other.run.cfg)
 
 
-def test_the_mode_and_what_it_needs():
+def test_mode_and_its_needs_are_chosen():
     assert prepared(PROMPTS).mode is MODES["greedy_search"]
     given = prepared(PROMPTS, CFG.replace(num_beams=3))
     assert given.mode is MODES["beam_search"]
@@ -192,7 +192,7 @@ def test_the_mode_and_what_it_needs():
     assert isinstance(given.mode, Continuous)
 
 
-def test_a_draft_has_a_run_of_its_own_and_reads_all_tokens():
+def test_draft_has_its_own_run_and_reads_all_tokens():
     cfg = small.CFG.replace(assistant_early_exit=1)
     given = prepared(PROMPTS, cfg, small.PARAMS)
     assert given.mode is MODES["assisted_generation"]
@@ -213,7 +213,7 @@ def test_automata_begin_in_their_first_states():
     assert prepared(PROMPTS).request.grammar is None
 
 
-def test_a_negative_prompt_is_for_guidance():
+def test_negative_prompt_requires_guidance():
     given = prepared(PROMPTS, CFG.replace(guidance_scale=1.5))
     assert given.request.negative_ids is None
     with pytest.raises(InputError, match="negative_prompt_ids need guidance_scale"):

@@ -20,7 +20,7 @@ READER = PromptReader(PromptOptions(CFG, 8))
 
 
 @pytest.mark.slow
-def test_options_of_other_prompts_change_no_bit_of_a_prompt():
+def test_options_of_other_prompts_change_no_bits():
     assert {
         "top_h",
         "top_p",
@@ -63,7 +63,7 @@ def test_options_of_other_prompts_change_no_bit_of_a_prompt():
         ({"output_scores": True}, "output_scores is not offered by an engine: use output_logprobs"),
     ],
 )
-def test_configs_that_are_refused(options, words):
+def test_unsupported_configs_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         PromptOptions(CFG.replace(**options), 8)
 
@@ -79,7 +79,7 @@ def test_a_table_is_as_large_as_the_config_needs():
     assert set(own.tolist()) == {-1, 7}
 
 
-def test_a_reader_with_few_options():
+def test_prompt_may_set_only_the_named_options():
     reader = PromptReader(PromptOptions(CFG.replace(temperature=0.7, min_length=4), 8, ["top_k"]))
     assert (
         reader.options.own == {"do_sample", "temperature", "min_new_tokens", "top_k"} | reader.options.own & CFG.enabled
@@ -98,5 +98,5 @@ def test_a_reader_with_few_options():
     ("options", "reason"),
     [({}, None), ({"max_time": 5.0}, "max_time"), ({"num_beams": 2, "do_sample": False}, "beam_search")],
 )
-def test_the_reason_why_a_config_cannot_be_in_slots(options, reason):
+def test_reason_why_a_config_cannot_run_in_slots(options, reason):
     assert not_in_slots(CFG.replace(**options)) == reason

@@ -10,7 +10,7 @@ def data(*keys):
     return [np.asarray(jax.random.key_data(key)).tolist() for key in keys]
 
 
-def test_the_first_key_is_the_seeds_and_the_others_are_folded():
+def test_first_key_is_the_seeds_and_others_are_folded_in():
     key = jax.random.key(7, impl="threefry2x32")
     assert data(*seed_keys(7, 3)) == data(key, jax.random.fold_in(key, 1), jax.random.fold_in(key, 2))
     with pytest.raises(InputError, match="seed must be from"):

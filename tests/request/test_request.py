@@ -28,7 +28,7 @@ def run(cfg=CFG, ids=IDS, **options):
     return generate(PARAMS, ids, None, cfg, **options)
 
 
-def test_no_prompt_begins_with_bos():
+def test_call_without_prompts_begins_with_bos():
     cfg = counting_config(max_new_tokens=3, bos_token_id=10, pad_token_id=0)
     out = generate(counting_params(cfg), None, None, cfg)
     assert out.sequences.tolist() == [[10, 11, 12, 13]]
@@ -89,7 +89,7 @@ def test_guidance(scale):
 
 
 @pytest.mark.slow
-def test_a_negative_prompt_is_unused_where_guidance_is_off():
+def test_negative_prompt_is_unused_if_guidance_is_off():
     off = CFG.replace(guidance_scale=1.0)
     plain = all_generated(run(CFG))
     assert all_generated(run(off, negative_prompt_ids=[[9]])) == plain
@@ -100,7 +100,7 @@ def test_a_negative_prompt_is_unused_where_guidance_is_off():
 
 
 @pytest.mark.slow
-def test_guidance_goes_on_from_its_cache():
+def test_guidance_continues_from_its_cache():
     cfg = CFG.replace(guidance_scale=1.5)
     first = run(cfg)
     assert first.cache.rows == 3
@@ -136,7 +136,7 @@ def test_guidance_of_several_sequences():
 
 
 @pytest.mark.parametrize("chunk", [2, *slow(1, 3, 100)])
-def test_a_prompt_in_chunks_is_the_whole(chunk):
+def test_prompt_in_chunks_equals_one_pass(chunk):
     cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
     whole = run(cfg.replace(prefill_chunk_size=None))
     out = run(cfg)
@@ -158,7 +158,7 @@ def test_chunks_bound_the_memory_of_a_prefill():
     assert memory(64) < memory(None) / 4
 
 
-def test_chunks_are_refused_where_the_whole_is_wanted():
+def test_chunks_are_refused_if_one_pass_is_required():
     scaled = model_config(rope_scaling={"type": "dynamic", "factor": 2.0})
     with pytest.raises(ConfigError, match="prefill_chunk_size is not offered with dynamic RoPE"):
         generate(random_params(scaled), IDS, None, CFG.replace(prefill_chunk_size=2, model=scaled))
@@ -266,7 +266,7 @@ def test_a_hook_that_changes_positions():
 
 
 @pytest.mark.slow
-def test_a_hook_is_streamed_and_jitted_alike():
+def test_hook_gives_the_same_tokens_streamed_and_jitted():
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     plain = run(hook=Feedback(directions))
 
@@ -296,7 +296,7 @@ class Wrong(StepHook):
         ({"after": lambda state, history, output: (1, state)}, TypeError, r"after must return \(StepOutput, state\)"),
     ],
 )
-def test_hooks_that_break_their_contract(methods, error, message):
+def test_hooks_that_break_their_contract_are_refused(methods, error, message):
     with pytest.raises(error, match=message):
         run(hook=Wrong(**methods))
 
@@ -321,7 +321,7 @@ class NotAnArray:
         ([[1.5]], "ids must be integers"),
     ],
 )
-def test_prompts_that_are_no_ids(ids, message):
+def test_prompts_must_be_ids(ids, message):
     with pytest.raises(TypeError, match=message):
         generate(PARAMS, ids, None, CFG)
 
@@ -341,12 +341,12 @@ USES_VALUES = {
 
 @pytest.mark.parametrize("argument", ["logits_processor", "stopping_criteria"])
 @pytest.mark.parametrize("function", USES_VALUES.values(), ids=USES_VALUES)
-def test_functions_that_use_values_while_they_are_compiled(argument, function):
+def test_functions_that_read_traced_values_get_a_hint(argument, function):
     with pytest.raises(InputError, match=f"a function in {argument} uses the value of an array, .* jax.numpy instead"):
         run(**{argument: [function]})
 
 
-def test_processors_of_transformers():
+def test_processors_of_transformers_get_a_hint():
     kind = type("TopKLogitsWarper", (), {"__module__": "transformers.generation", "__call__": lambda self, a, b: b})
     with pytest.raises(TypeError, match="contains transformers' TopKLogitsWarper, which computes with torch: set the"):
         run(logits_processor=[kind()])
@@ -372,7 +372,7 @@ def test_the_generated_columns_of_arrays_that_are_aligned_with_the_sequences():
 
 
 @pytest.mark.slow
-def test_an_output_is_printed_with_its_shapes():
+def test_repr_of_an_output_shows_shapes():
     cfg = counting_config(max_new_tokens=3, pad_token_id=0, eos_token_id=12, output_logprobs="logits")
     out = generate(counting_params(cfg), [[10], [20]], None, cfg)
     assert repr(out) == (

@@ -22,7 +22,7 @@ IDS = np.random.default_rng(0).integers(1, 90, (7, 5))
 KEYS = jax.random.split(jax.random.key(0), 7)
 
 
-def test_sizes():
+def test_rows_bucket_sizes():
     assert [rows_bucket(prompts) for prompts in (1, 2, 3, 4, 5, 8, 9, 33)] == [1, 4, 4, 4, 8, 8, 16, 64]
 
 
@@ -88,7 +88,7 @@ QUICK = "values", "stop strings"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
-def test_the_output_is_that_of_an_exact_call(name, exact):
+def test_output_equals_that_of_an_exact_call(name, exact):
     cfg = CFG.replace(**CASES[name])
     more = {"prefix_allowed_tokens_fn": automata()} if name == "grammars" else {}
     key = KEYS[:3] if cfg.on("do_sample") else None
@@ -121,7 +121,7 @@ def test_a_cache_is_continued_without_a_copy(options, exact):
 
 
 @pytest.mark.slow
-def test_a_cache_of_other_rows(exact):
+def test_continuing_a_cache_with_another_number_of_rows(exact):
     cache = prefill(PARAMS, IDS[:3], CFG)
     assert (cache.rows, cache.kv.rows) == (3, 4)
     for shared, prompts in ((cache, 6), (cache.reorder([2, 0]), 2), (prefill(PARAMS, IDS[:1], CFG), 3)):
@@ -145,7 +145,7 @@ def test_another_number_of_prompts_compiles_nothing():
 
 
 @pytest.mark.slow
-def test_streamers_see_the_prompts_alone():
+def test_streamers_get_no_added_rows():
     cfg = CFG.replace(num_return_sequences=2, do_sample=True)
     by_step, by_row = Collector(), RowCollector()
     out = generate(PARAMS, IDS[:3], KEYS[:3], cfg, streamer=by_step)
@@ -196,7 +196,7 @@ def three(history, scores):
         {"prefix_allowed_tokens_fn": lambda row, ids: [row + 1] if row < 3 else []},
     ],
 )
-def test_the_callers_functions_see_the_prompts_alone(own):
+def test_user_functions_get_no_added_rows(own):
     assert generate(PARAMS, IDS[:3], None, CFG, **own).cache.kv.rows == 3
 
 
@@ -207,7 +207,7 @@ def test_slots_are_not_rounded():
 
 
 @pytest.mark.parametrize("stage", ["cache", "program"])
-def test_prompts_are_not_added_where_they_do_not_fit(monkeypatch, stage):
+def test_prompts_are_not_added_if_they_do_not_fit(monkeypatch, stage):
     """Five prompts fit into the memory; the eight prompts of the rounded call do not."""
     call = functools.partial(generate, PARAMS, IDS[:5], None, CFG)
     expected = call().sequences

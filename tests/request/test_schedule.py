@@ -62,7 +62,7 @@ def begin(plan: Schedule, job: Job, first: int, count: int, reason: int = 0) -> 
     list(plan.read(packed(0, *((job.number, first + number, 5, reason) for number in range(count)))))
 
 
-def test_prompts_are_sent_in_order_while_there_are_places():
+def test_prompts_are_sent_in_order_while_places_are_free():
     plan = schedule()
     add(plan, *(job(plan, n) for n in range(7)))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
@@ -280,7 +280,7 @@ def test_each_part_has_its_own_version_of_the_weights():
     assert [(entries.sequence, entries.version) for entries in told] == [(5, 0), (6, 3), (8, 3)]
 
 
-def test_while_prompts_are_held_the_rest_of_a_prompt_in_flight_is_sent():
+def test_rest_of_a_prompt_is_sent_while_others_are_held():
     plan = schedule(places=8, slots=2)
     one, other = job(plan, 0, n=9), job(plan, 1)
     other.group = "other"
@@ -379,7 +379,7 @@ def test_a_grammar_that_waits_for_space_keeps_its_place_when_its_group_is_served
     ("options", "unusual"),
     [({}, False), ({"temperature": 0.5}, True), ({"do_sample": False}, False), ({"min_length": 3}, True)],
 )
-def test_which_prompts_turn_on_more_than_the_config(options, unusual):
+def test_unusual_prompts_are_recognized(options, unusual):
     assert schedule().reader.read({"ids": [5], **options}).unusual == unusual
 
 
@@ -402,7 +402,7 @@ def test_a_chunk_takes_at_least_a_tenth_of_a_second():
     assert pace.steps == 8
 
 
-def test_counts():
+def test_counts_of_the_schedule():
     plan = schedule()
     assert plan.counts == (0, 0, 0, 0, 0)
     add(plan, job(plan, 0, n=2), job(plan, 1))

@@ -32,7 +32,7 @@ def golden_names():
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [golden_names()[0], *slow(*golden_names()[1:])])
-def test_the_hidden_states_are_transformers(name, kind, normalized):
+def test_hidden_states_match_transformers(name, kind, normalized):
     with np.load(GOLDENS / "441" / "outputs.npz") as arrays:
         golden = {key.split(".")[1]: arrays[key] for key in arrays if key.startswith(f"{name}.")}
     params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
@@ -43,7 +43,7 @@ def test_the_hidden_states_are_transformers(name, kind, normalized):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_alone(kind):
+def test_row_does_not_depend_on_its_batch(kind):
     """Padding on the left, on the right and in between is invisible, and so are the other rows."""
     pooling = Pooling(kind)
     alone = np.concatenate([embed(PARAMS, [row], CFG, pooling=pooling) for row in PROMPTS])
@@ -93,7 +93,7 @@ def test_bfloat16_is_pooled_in_float32():
 
 
 @pytest.mark.slow
-def test_inside_jit_and_for_gradients():
+def test_embed_works_under_jit_and_grad():
     ids, mask = left_pad(PROMPTS)
 
     def loss(params):
@@ -106,7 +106,7 @@ def test_inside_jit_and_for_gradients():
     assert float(jnp.abs(gradient["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]).sum()) > 0
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(TypeError, match="pooling must be a Pooling, got str"):
         embed(PARAMS, [[1]], CFG, pooling="mean")
     with pytest.raises(ConfigError, match="kind must be one of last, mean, cls, got 'max'"):
@@ -145,7 +145,7 @@ MEAN = QWEN3 | {"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": Tru
 
 
 class TestFiles:
-    def test_published_forms(self, tmp_path):
+    def test_published_pooling_configs_are_read(self, tmp_path):
         cases = {
             "a": ((QWEN3,), {}, Pooling("last", True)),
             "b": ((MEAN, ("Transformer", "Pooling")), {}, Pooling("mean", False)),
@@ -157,7 +157,7 @@ class TestFiles:
             (tmp_path / name).mkdir()
             assert Pooling.from_pretrained(folder(tmp_path / name, *files, **config)) == wanted
 
-    def test_without_files(self, tmp_path):
+    def test_default_pooling_without_files(self, tmp_path):
         assert Pooling.from_pretrained(tmp_path) == Pooling() == Pooling("last", True, False, ())
 
     @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ class TestFiles:
             ((QWEN3, ("Transformer", "Pooling", "../x")), "must be a list of modules"),
         ],
     )
-    def test_what_is_not_supported_is_named(self, tmp_path, files, message):
+    def test_unsupported_pooling_is_named(self, tmp_path, files, message):
         with pytest.raises(ConfigError, match=message):
             Pooling.from_pretrained(folder(tmp_path, *files))
 
     @pytest.mark.parametrize("text", ["{}", "[", "[1]", "null"])
-    def test_damaged_files(self, tmp_path, text):
+    def test_damaged_files_are_refused(self, tmp_path, text):
         (tmp_path / "modules.json").write_text(text)
         with pytest.raises(ConfigError, match=r"modules\.json"):
             Pooling.from_pretrained(tmp_path)

@@ -45,7 +45,7 @@ def check(params, asked, found, cfg=CFG):
 
 
 @pytest.mark.parametrize("batch_tokens", [100, *slow(1, 8192)])
-def test_each_continuation_as_if_scored_alone(batch_tokens):
+def test_each_continuation_is_scored_as_if_alone(batch_tokens):
     asked = list(requests(0, 12))
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
 
@@ -53,7 +53,7 @@ def test_each_continuation_as_if_scored_alone(batch_tokens):
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 8), st.sampled_from([30, 300]))
-def test_any_requests(seed, contexts, batch_tokens):
+def test_random_requests_match_the_reference(seed, contexts, batch_tokens):
     asked = list(requests(seed, contexts))
     asked += asked[:2]  # some requests twice
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
@@ -68,7 +68,7 @@ def test_greedy_continuations_are_found():
     assert not other.is_greedy[0]
 
 
-def test_of_equal_scores_the_first_is_greedy():
+def test_first_of_equal_scores_is_greedy():
     params = jax.tree.map(jnp.zeros_like, PARAMS)
     found = score_many(params, [([1], [0]), ([1], [1])], CFG)
     assert [scores.is_greedy.tolist() for scores in found] == [[True], [False]]
@@ -130,7 +130,7 @@ def test_ten_thousand_texts_at_once(batches):
 
 
 @pytest.mark.slow
-def test_few_programs():
+def test_many_requests_share_few_programs():
     with compilations() as first:
         score_many(PARAMS, list(requests(3, 200)), CFG, batch_tokens=512)
     with compilations() as again:
@@ -148,7 +148,7 @@ def test_few_programs():
         ([[1, 2, 3]], TypeError, "request 0 must be a pair"),
     ],
 )
-def test_bad_requests(asked, error, message):
+def test_bad_requests_are_refused(asked, error, message):
     with pytest.raises(error, match=message):
         score_many(PARAMS, asked, CFG)
 

@@ -36,7 +36,7 @@ def expected(params, row, model=MODEL):
     return plain(params, row, model)[jnp.arange(len(row)), jnp.asarray(row)]
 
 
-def close(out, wanted, **tolerance):
+def check_close(out, wanted, **tolerance):
     np.testing.assert_allclose(out, wanted, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
 
 
@@ -51,11 +51,11 @@ def test_rows_of_different_lengths(tied, side):
     assert (out.logprobs.shape, out.logprobs.dtype) == (ids.shape, "float32")
     assert out.top_logprobs is None
     for row, tokens in enumerate(ROWS):
-        close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model))
+        check_close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model))
         assert not np.any(np.asarray(out.logprobs)[row][mask[row] == 0])
 
 
-def test_a_score_is_printed_with_its_shapes():
+def test_repr_of_a_score_shows_shapes():
     out = score(PARAMS, [[5, 3, 8]], CFG, top_logprobs=2)
     assert repr(out) == (
         "LogProbs(logprobs=float32[1, 3], top_logprobs=float32[1, 3, 2], top_tokens=int32[1, 3, 2], "
@@ -67,12 +67,12 @@ def test_a_score_is_printed_with_its_shapes():
 
 
 @pytest.mark.slow
-def test_padding_within_a_row():
+def test_padding_within_a_row_is_ignored():
     row = ROWS[0]
     mask = np.asarray([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0]])
     ids = np.full(mask.shape, 33)
     ids[mask == 1] = row
-    close(score(PARAMS, ids, CFG, attention_mask=mask).logprobs[mask == 1], expected(PARAMS, row))
+    check_close(score(PARAMS, ids, CFG, attention_mask=mask).logprobs[mask == 1], expected(PARAMS, row))
 
 
 @pytest.mark.slow
@@ -88,33 +88,33 @@ def test_the_mask_is_inferred_as_in_generate():
 
 
 @pytest.mark.parametrize("chunk", [3, 100, *slow(1, 7, 32)])
-def test_chunks_change_nothing(chunk):
+def test_chunks_do_not_change_scores(chunk):
     ids, mask = left_pad(ROWS)
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3)
     parts = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=3, chunk=chunk)
-    close(parts.logprobs, whole.logprobs)
-    close(parts.top_logprobs, whole.top_logprobs)
+    check_close(parts.logprobs, whole.logprobs)
+    check_close(parts.top_logprobs, whole.top_logprobs)
     np.testing.assert_array_equal(parts.top_tokens, whole.top_tokens)
 
 
 @pytest.mark.parametrize("top", [5, *slow(1, 97)])
-def test_the_most_likely_tokens(top):
+def test_most_likely_tokens_are_returned(top):
     ids, mask = left_pad(ROWS)
     out = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=top)
     assert (out.top_tokens.shape, out.top_tokens.dtype) == ((*ids.shape, top), "int32")
     for row, tokens in enumerate(ROWS):
         wanted = np.asarray(plain(PARAMS, tokens))[1:]
         held = mask[row] == 1
-        close(np.asarray(out.top_logprobs)[row][held][1:], -np.sort(-wanted, axis=-1)[:, :top])
+        check_close(np.asarray(out.top_logprobs)[row][held][1:], -np.sort(-wanted, axis=-1)[:, :top])
         tokens = np.asarray(out.top_tokens)[row][held][1:]
-        close(np.take_along_axis(wanted, tokens, axis=-1), np.asarray(out.top_logprobs)[row][held][1:])
+        check_close(np.take_along_axis(wanted, tokens, axis=-1), np.asarray(out.top_logprobs)[row][held][1:])
         first = np.argmax(held) + 1
         assert not np.any(np.asarray(out.top_logprobs)[row, :first])
         assert not np.any(np.asarray(out.top_tokens)[row, :first])
 
 
 @pytest.mark.slow
-def test_what_generate_gave():
+def test_score_equals_log_probabilities_of_generate():
     prompts, mask = left_pad([[5, 3, 8], [2], [4, 1]])
     eos = [int(token) for token in range(0, 97, 9)]
     cfg = CFG.replace(max_new_tokens=9, eos_token_id=eos, pad_token_id=1)
@@ -123,15 +123,15 @@ def test_what_generate_gave():
         out = generate(PARAMS, ids, None, cfg, attention_mask=given)
         assert len(set(np.asarray(out.lengths).tolist())) > 1
         again = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, top_logprobs=2)
-        close(again.logprobs[:, out.prompt_width :], out.logprobs)
-        close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
+        check_close(again.logprobs[:, out.prompt_width :], out.logprobs)
+        check_close(again.top_logprobs[:, out.prompt_width :], out.top_logprobs)
         np.testing.assert_array_equal(again.top_tokens[:, out.prompt_width :], out.top_tokens)
         held = np.arange(9) < np.asarray(out.lengths)[:, None]
         transitions = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-        close(np.where(held, transitions, 0), out.logprobs)
+        check_close(np.where(held, transitions, 0), out.logprobs)
         hf = out.to_hf()
         steps = len(hf.scores)
-        close(compute_transition_scores(hf.sequences, hf.scores, normalize_logits=True), transitions[:, :steps])
+        check_close(compute_transition_scores(hf.sequences, hf.scores, normalize_logits=True), transitions[:, :steps])
 
 
 def test_under_jit_and_with_a_traced_mask():
@@ -140,22 +140,22 @@ def test_under_jit_and_with_a_traced_mask():
     jitted = jax.jit(lambda params, ids, mask: score(params, ids, CFG, attention_mask=mask, top_logprobs=2))
     for outside in (33, -1, 10**6):  # ids at the padding
         out = jitted(PARAMS, np.where(mask == 1, ids, outside), mask)
-        close(out.logprobs, eager.logprobs)
-        close(out.top_logprobs, eager.top_logprobs)
+        check_close(out.logprobs, eager.logprobs)
+        check_close(out.top_logprobs, eager.top_logprobs)
     wrong = jitted(PARAMS, np.where(ids == 61, 97, ids), mask).logprobs
     assert np.isnan(wrong[3, 4:]).all()
     assert not np.isnan(wrong[:3]).any()
 
 
 @pytest.mark.slow
-def test_in_16_bits():
+def test_bfloat16_scores_are_close():
     model = dataclasses.replace(MODEL, dtype="bfloat16")
     params = random_params(model)
     ids, mask = left_pad(ROWS)
     out = score(params, ids, CFG.replace(model=model), attention_mask=mask)
     assert out.logprobs.dtype == "float32"
     for row, tokens in enumerate(ROWS):
-        close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model), atol=0.1, rtol=0.02)
+        check_close(out.logprobs[row][mask[row] == 1], expected(params, tokens, model), atol=0.1, rtol=0.02)
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_in_16_bits():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_plain_formula(tied):
+def test_gradient_matches_the_plain_formula(tied):
     model = model_config(tie_word_embeddings=tied, num_hidden_layers=1)
     params = random_params(model)
     cfg = CFG.replace(model=model)
@@ -179,8 +179,8 @@ def test_the_gradient_is_that_of_the_plain_formula(tied):
 
     value, gradient = jax.jit(jax.value_and_grad(chunked))(params)
     wanted_value, wanted = jax.jit(jax.value_and_grad(formula))(params)
-    close(value, wanted_value)
-    jax.tree.map(lambda x, y: close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
+    check_close(value, wanted_value)
+    jax.tree.map(lambda x, y: check_close(x, y, rtol=1e-3, atol=1e-4), gradient, wanted)
     assert np.abs(gradient["model"]["embed_tokens"]["weight"]).max() > 0.1
 
 
@@ -197,7 +197,7 @@ def sizes_with(program, dimension):
                     yield from sizes_with(inner, dimension)
 
 
-def test_the_logits_of_all_positions_are_never_held():
+def test_logits_of_all_positions_are_never_stored():
     vocab, rows, width, chunk = 5003, 3, 64, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)
     params, ids = random_params(model), np.ones((rows, width), np.int32)
@@ -250,7 +250,7 @@ def test_one_program_serves_all_lengths_in_a_bucket():
         ({"chunk": True}, TypeError, "chunk"),
     ],
 )
-def test_what_is_refused(change, error, message):
+def test_bad_arguments_are_refused(change, error, message):
     arguments = {"params": PARAMS, "ids": [[1, 2, 3]], "cfg": CFG, **change}
     with pytest.raises(error, match=message):
         score(**arguments)
@@ -281,7 +281,7 @@ def by_loop(sequences, scores, beams, normalize):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_transition_scores(normalize, seed):
+def test_transition_scores_match_the_reference(normalize, seed):
     sequences, scores, beams = transition(seed)
     jitted = jax.jit(compute_transition_scores, static_argnums=3)
     for given in (beams, None):
@@ -290,11 +290,11 @@ def test_transition_scores(normalize, seed):
         for form in (used, tuple(used), list(map(jnp.asarray, used))):
             out = compute_transition_scores(sequences, form, given, normalize)
             assert out.dtype == "float32"
-            close(out, wanted)
-            close(jitted(sequences, form, given, normalize), wanted)
+            check_close(out, wanted)
+            check_close(jitted(sequences, form, given, normalize), wanted)
 
 
-def test_beams_add_up_to_their_score():
+def test_transition_scores_of_a_beam_sum_to_its_score():
     """A beam's score is the sum of its log-probabilities / length ** penalty."""
     sequences, scores, beams = transition(0)
     scores = np.where(np.isinf(scores), np.float32(-9), scores)
@@ -304,7 +304,7 @@ def test_beams_add_up_to_their_score():
         for step in range(lengths[row]):
             wanted[row] += scores[step, beams[row, step], sequences[row, 3 + step]]
     out = compute_transition_scores(sequences, scores, beams)
-    close(np.sum(out, axis=1) / lengths**penalty, wanted / lengths**penalty)
+    check_close(np.sum(out, axis=1) / lengths**penalty, wanted / lengths**penalty)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_beams_add_up_to_their_score():
         ({"beam_indices": np.zeros((4, 6), np.int32)}, "beam_indices must have shape"),
     ],
 )
-def test_transition_scores_that_do_not_fit(change, message):
+def test_mismatched_transition_scores_are_refused(change, message):
     sequences, scores, beams = transition(0)
     with pytest.raises(InputError, match=message):
         compute_transition_scores(**{"sequences": sequences, "scores": scores, "beam_indices": beams, **change})
@@ -333,12 +333,12 @@ def test_choices_are_scored_after_the_question():
         whole = tok.encode("say: hell" + choice)
         answer = len(whole) - len(tok.encode("say: hell"))
         total = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, -answer:].sum()
-        close(found.logprobs[number], total)
-        close(found.per_token[number], total / answer)
-        close(found.per_byte[number], total / len(choice.encode()))
+        check_close(found.logprobs[number], total)
+        check_close(found.per_token[number], total / answer)
+        check_close(found.per_byte[number], total / len(choice.encode()))
 
 
-def test_a_token_that_spans_question_and_answer_is_the_answers():
+def test_token_spanning_question_and_answer_counts_as_answer():
     tok = byte_level()
     model = model_config(vocab_size=len(tok))
     params, whole = random_params(model), tok.encode("hello")
@@ -346,7 +346,7 @@ def test_a_token_that_spans_question_and_answer_is_the_answers():
     shared = len([1 for a, b in zip(tok.encode("hel"), whole, strict=False) if a == b])
     found = score_choices(params, "hel", ["lo"], GenerationConfig(model=model), tok)
     expected_sum = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, max(shared, 1) :].sum()
-    close(found.logprobs[0], expected_sum)
+    check_close(found.logprobs[0], expected_sum)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +358,6 @@ def test_a_token_that_spans_question_and_answer_is_the_answers():
         ("", ["y"], InputError, "'y' adds no token"),
     ],
 )
-def test_wrong_choices(question, choices, error, message):
+def test_bad_choices_are_refused(question, choices, error, message):
     with pytest.raises(error, match=message):
         score_choices(PARAMS, question, choices, CFG, byte_level())

@@ -39,7 +39,7 @@ def service():
         yield made
 
 
-def test_answers_are_those_of_the_service(service):
+def test_answers_equal_those_of_the_service(service):
     lines = [
         line("greedy", CHAT, messages=MESSAGES, max_tokens=8, temperature=0),
         line("drawn", CHAT, messages=MESSAGES, max_tokens=8, seed=3, n=2, logprobs=True),
@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_service(service):
     assert len({found[index]["id"] for index in found}) == len(found)
 
 
-def test_more_prompts_than_may_wait(service):
+def test_refused_requests_are_retried(service):
     """With eight requests of four prompts at once, most are refused at first, and answered later."""
     assert 'status="429"' not in service.service.metrics.text()
     lines = [line(str(number), TEXT, prompt=["a", "b", "c", "d"], max_tokens=6, seed=number) for number in range(8)]
@@ -128,12 +128,12 @@ GOOD = json.dumps(line("a", prompt="x"))
         ("\udcff", "line 2: not UTF-8"),
     ],
 )
-def test_files_that_are_refused(second, message):
+def test_bad_files_are_refused(second, message):
     with pytest.raises(InputError, match=f"^file, {message}" if message.startswith("line") else message):
         read_batch("file", f"{GOOD}\n{second}\n".encode("utf-8", "surrogateescape"))
 
 
-def test_a_file_without_requests():
+def test_file_without_requests_is_refused():
     with pytest.raises(InputError, match=r"^file has no request: write one per line"):
         read_batch("file", b"\n \n")
 

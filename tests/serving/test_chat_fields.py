@@ -149,7 +149,7 @@ def test_a_stop_string_ends_a_thought(r1):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_thought_comes_apart_from_the_content(r1, stream):
+def test_thought_is_separate_from_the_content(r1, stream):
     """The prompt opens the thought, and the grammar begins after it."""
     own = {"messages": [USER], "max_tokens": 40, "seed": 3, **FORM}
     if stream:
@@ -187,7 +187,7 @@ def test_an_answer_cut_off_in_its_thought_has_no_content(r1):
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
 
 
-def test_a_model_that_may_think_decides_itself(qwen):
+def test_model_decides_whether_to_think(qwen):
     wrapped = {"structured_outputs": {"regex": "<think>hm</think>\\n\\nyes"}, "max_tokens": 60}
     # The regular expression stands for the text after a thought, so this text has tags of its own.
     message = chat(qwen, chat_template_kwargs={"enable_thinking": False}, **wrapped)["choices"][0]["message"]
@@ -236,7 +236,7 @@ def test_calls_in_the_format_of_the_template(kind):
         client.chat.completions.create(**{**own, "messages": [USER, forced.message, *results], "max_tokens": 2})
 
 
-def test_chunks_do_not_depend_on_events_that_were_read_with_theirs():
+def test_chunks_do_not_depend_on_other_events_read_together():
     """A busy service reads several events of an answer before it writes their chunks."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=200, output_logprobs="logits", top_logprobs=1)
     tokenizer = byte_level(chat_template=KINDS["HERMES"])

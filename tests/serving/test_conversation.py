@@ -67,7 +67,7 @@ def test_messages_become_those_of_templates():
     assert HISTORY[2]["tool_calls"][0]["function"]["arguments"] == CITY  # the request is unchanged
 
 
-def test_keys_that_mean_nothing_to_a_model_have_no_effect():
+def test_irrelevant_keys_of_messages_are_ignored():
     message = {"role": "assistant", "content": "Hi", "tool_calls": [], "audio": None, "function_call": None}
     more = {
         "id": 7,
@@ -124,7 +124,7 @@ def test_arguments_take_the_form_that_the_template_accepts(given, object_form, t
     assert arguments(objects=True, strings=True) == (given if is_cut else object_form)
 
 
-def test_ids_that_a_template_rejects_are_replaced_alike_in_calls_and_results():
+def test_rejected_ids_are_replaced_in_calls_and_results():
     messages = written(HISTORY[2:], form=MistralList())
     own = messages[0]["tool_calls"][0]["id"]
     assert re.fullmatch("[a-z0-9]{9}", own)
@@ -296,7 +296,7 @@ def test_the_answer_continues_the_last_message(kind, text):
     assert prompt.text.count("Weather?") == 1 + (text == "Weather?")
 
 
-def test_a_thought_may_continue():
+def test_last_message_may_end_within_a_thought():
     def is_open(text):
         messages = [USER, {"role": "assistant", "content": text}]
         request = chat_request(messages=messages, add_generation_prompt=False, continue_final_message=True)
@@ -313,7 +313,7 @@ def test_a_thought_may_continue():
         ([USER, {"role": "assistant", "content": " "}], False, "cannot continue the last message: it has no text"),
     ],
 )
-def test_what_cannot_continue_is_refused(messages, prompted, words):
+def test_messages_that_cannot_be_continued_are_refused(messages, prompted, words):
     request = chat_request(messages=messages, add_generation_prompt=prompted, continue_final_message=True)
     with pytest.raises((InputError, ApiError), match=words):
         Renderer(byte_level(chat_template=KINDS["HERMES"]), True).prompt(request, None)
@@ -332,7 +332,7 @@ def test_what_cannot_continue_is_refused(messages, prompted, words):
         ({"reasoning_effort": "none", "enable_thinking": True}, False),
     ],
 )
-def test_fields_about_thinking_reach_the_template(fields, closes):
+def test_thinking_fields_reach_the_template(fields, closes):
     prompt = Renderer(byte_level(chat_template=KINDS["QWEN3"]), True).prompt(
         chat_request(messages=[USER], **fields), None
     )
@@ -367,7 +367,7 @@ def test_qwens_template_writes_history_as_the_parser_reads_it(qwen):
     assert "weather" not in hidden.text
 
 
-def test_many_results_of_equal_calls_are_linear():
+def test_many_results_of_equal_calls_take_linear_time():
     """If the template accepts one call in a message, each result follows the first call with its id."""
     calls = [past_call(id="a"), past_call(id="a"), past_call(id="b")]
     results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("x", "b", "a", "y", "a")]

@@ -88,13 +88,13 @@ def test_dimensions(http):
         ({"input": "a", "prompt": "b"}, "prompt", "not supported"),
     ],
 )
-def test_refusals(http, fields, param, message):
+def test_bad_requests_are_refused(http, fields, param, message):
     error = ask(http, 400, **fields)
     assert error["param"] == param
     assert message in error["message"]
 
 
-def test_a_model_that_was_not_trained_for_shorter_vectors():
+def test_dimensions_require_a_matryoshka_model():
     with running(warm=False) as service:
         response = httpx.post(f"{service.url}/v1/embeddings", json={"input": "a", "dimensions": 8})
         assert response.status_code == 400
@@ -105,7 +105,7 @@ def test_a_model_that_was_not_trained_for_shorter_vectors():
         np.testing.assert_allclose(found["data"][0]["embedding"], vector, atol=3e-5)
 
 
-def test_one_program_for_a_width(http):
+def test_one_program_per_width(http):
     ask(http, input="a")
     ask(http, input=["a"] * 3)
     with compilations() as compiled:
@@ -114,7 +114,7 @@ def test_one_program_for_a_width(http):
     assert compiled == [0]
 
 
-def test_next_to_the_engine(http):
+def test_embeddings_and_answers_do_not_affect_each_other(http):
     """Answers and vectors are the same when they are computed at the same time."""
 
     def answer(seed):

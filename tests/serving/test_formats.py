@@ -104,13 +104,13 @@ def test_calls_of_other_functions_are_content(form):
 
 
 @every_format
-def test_calls_beyond_the_most_are_dropped(form):
+def test_calls_beyond_the_limit_are_dropped(form):
     check(form, form.write([F, G, F]), "", [F], most=1)
     check(form, form.write([F, G, F]), "", [F, G], most=2)
 
 
 @every_format
-def test_unicode_is_kept(form):
+def test_unicode_is_preserved(form):
     check(form, form.write([Call("f", '{"s": "Köln 😀 \\" <tool>"}')]), "", [Call("f", '{"s": "Köln 😀 \\" <tool>"}')])
 
 
@@ -180,7 +180,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_what_each_format_reads(form, text, content, calls):
+def test_each_format_is_parsed(form, text, content, calls):
     check(form, text, content, calls)
 
 
@@ -270,7 +270,7 @@ def cut(text, places):
 @every_format
 @settings(max_examples=120, deadline=None)
 @given(FRAGMENTS, st.lists(st.integers(0, 500), max_size=8), st.sampled_from([None, 1]))
-def test_where_the_text_is_cut_has_no_effect(form, text, places, most):
+def test_parsing_does_not_depend_on_the_pieces(form, text, places, most):
     whole = parse(form, [text], most=most)
     assert parse(form, cut(text, places), most=most) == parse(form, text, most=most) == whole
     if most is None and not whole[1]:
@@ -354,7 +354,7 @@ def test_seeded_texts_are_parsed_the_same_in_any_pieces(form):
     "unit", ["{", "<", "[", " ", '{"', "OPEN", "CALL", "OPEN{}", "OPEN[", ";", "OPEN ", "<function=f>"]
 )
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_the_work_is_linear_in_the_text(form, unit, size):
+def test_parsing_takes_linear_time(form, unit, size):
     unit = unit.replace("OPEN", form.openings[0]).replace("CALL", form.write([G]))
     text, steps = unit * (20_000 // len(unit)), 0
 

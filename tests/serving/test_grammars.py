@@ -92,7 +92,7 @@ def test_the_cache_counts_bytes():
     asyncio.run(ask())
 
 
-def test_what_does_not_fit_is_refused_and_not_cached():
+def test_oversized_grammar_is_refused_and_not_cached():
     def refuses(_):
         raise InputError("the grammar needs too many states")
 
@@ -128,7 +128,7 @@ def test_jobs_whose_clients_left_are_dropped():
     asyncio.run(ask())
 
 
-def test_a_grammar_that_was_dropped_too_late_is_counted_once():
+def test_grammar_dropped_too_late_is_counted_once():
     """A job ends although it was dropped, and another job for the same grammar follows."""
     grammars, gate, made = Grammars(accepts), Gate(), grammar("a|b")
 
@@ -180,7 +180,7 @@ def test_compiling_has_a_time_limit():
     asyncio.run(ask())
 
 
-def test_a_busy_engine_has_a_pause_after_a_grammar_that_was_stopped(monkeypatch):
+def test_busy_engine_gets_a_pause_after_a_stopped_grammar(monkeypatch):
     pauses, sleep = [], time.sleep
     monkeypatch.setattr(module.time, "sleep", lambda seconds: pauses.append(seconds) or sleep(0.001))
 

@@ -92,7 +92,7 @@ def service():
         yield made
 
 
-def test_200_requests(service):
+def test_200_random_requests_are_answered(service):
     expected = None
     statuses = []
     with httpx.Client(base_url=service.url, timeout=60) as http:
@@ -134,7 +134,7 @@ def head(length: int, path: str = "/v1/completions", more: str = "") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: a\r\n{more}\r\n".encode()
 
 
-def test_damaged_http(service):
+def test_damaged_http_is_refused(service):
     body = json.dumps(GOOD).encode()
     assert raw(service, b"GARBAGE\r\n\r\n").startswith(b"HTTP/1.1 400")
     assert raw(service, b"GET /nowhere HTTP/9.9\r\n\r\n").startswith(b"HTTP/1.1 4")
@@ -148,7 +148,7 @@ def test_damaged_http(service):
     assert httpx.post(f"{service.url}/v1/completions", json=GOOD, timeout=60).status_code == 200
 
 
-def test_slow_readers_and_floods(service):
+def test_slow_readers_and_floods_do_not_block_others(service):
     with httpx.Client(base_url=service.url, timeout=60) as http:
         expected = http.post("/v1/completions", json=GOOD).json()["choices"]
     address = urlsplit(service.url)
@@ -181,7 +181,7 @@ def test_slow_readers_and_floods(service):
     assert again.json()["choices"] == expected
 
 
-def test_memory_is_flat(service, default_gc):
+def test_memory_does_not_grow(service, default_gc):
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 

@@ -56,7 +56,7 @@ def check_released(service) -> None:
 
 
 class TestBytesInFlight:
-    def test_all_together(self):
+    def test_total_of_all_clients_is_limited(self):
         in_flight = BytesInFlight(100)
         accounts = [Account(in_flight, name) for name in "abcde"]
         for account in accounts[:4]:
@@ -68,7 +68,7 @@ class TestBytesInFlight:
         accounts[4].add(25)
         assert in_flight.total == 100
 
-    def test_a_quarter_per_client(self):
+    def test_each_client_is_limited_to_a_quarter(self):
         in_flight = BytesInFlight(100)
         one, other = Account(in_flight, "a"), Account(in_flight, "a")
         one.add(20)
@@ -106,10 +106,10 @@ class TestTexts:
             ("/tokenize", {"messages": [{"role": "user", "content": "a" * 10**6}]}),
         ],
     )
-    def test_everywhere(self, http, path, body):
+    def test_length_of_text_is_limited_in_every_request(self, http, path, body):
         assert "bytes of text, but at most 51,200 are accepted" in message(http.post(path, json=body))
 
-    def test_detokenize(self, http):
+    def test_length_of_detokenized_text_is_limited(self, http):
         tokens = [97] * (2**20 + 1)
         assert "tokens have 1,048,577 bytes of text" in message(http.post("/detokenize", json={"tokens": tokens}))
 
@@ -136,7 +136,7 @@ class TestBodies:
         assert "duplicate keys" in message(http.post(ASK, content=body, headers=JSON))
         assert "duplicate keys" in message(http.post("/v1/responses", content=body, headers=JSON))
 
-    def test_brackets(self, http):
+    def test_number_of_brackets_is_limited(self, http):
         body = {"prompt": "a", "max_tokens": 1, "metadata": {"a": [[]] * (2**18 - 3)}}
         assert http.post(ASK, json=body).status_code == 200  # with the brace of the body, as many as are accepted
         body["metadata"]["a"].append([])
@@ -162,7 +162,7 @@ class TestBodies:
         assert "x" * 80 in message(response)
         assert len(response.content) < 2500
 
-    def test_half_of_a_surrogate_pair(self, http):
+    def test_lone_surrogates_are_refused(self, http):
         text = message(http.post(ASK, content=rb'{"prompt": "a", "x\ud800": 1}', headers=JSON))
         assert text == "the body is not valid JSON: a string has half of a surrogate pair, such as \\ud83d"
 
@@ -192,7 +192,7 @@ class TestBodies:
 
 class TestAnswers:
     @pytest.mark.parametrize("name", ["a" * 257, "a\nb", "\0"])
-    def test_request_id(self, http, name):
+    def test_request_id_is_checked_and_returned(self, http, name):
         assert "at most 256 printable characters" in message(http.post(ASK, json={"prompt": "a", "request_id": name}))
         own = {"prompt": "a", "max_tokens": 1, "request_id": "a" * 256}
         assert http.post(ASK, json=own).json()["id"] == "a" * 256
@@ -241,7 +241,7 @@ class TestAnswers:
             del answering._sizes.of
         assert response.status_code == 200, response.text
         [size] = found
-        assert size.total / 20 < len(response.content) <= size.most
+        assert size.total / 20 < len(response.content) <= size.limit
 
     def test_memory_is_released(self, http, service):
         http.post(ASK, json={"prompt": "a", "max_tokens": 5, "seed": 1})
@@ -286,7 +286,7 @@ class TestAnswers:
         assert [message["more_body"] for message in sent[1:]] == [True] * 3 + [False]
         assert account.bytes == 0
 
-    def test_a_client_that_does_not_read_an_answer_is_left(self):
+    def test_client_that_does_not_read_is_dropped(self):
         account = Account(BytesInFlight(2**20), "a")
         account.add(10)
 
@@ -309,7 +309,7 @@ class TestEcho:
         assert text == byte_level().decode(ids, skip_special_tokens=False)
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_truncated(self, http, service, stream):
+    def test_offsets_of_a_truncated_prompt(self, http, service, stream):
         own = {"truncate_prompt_tokens": 4, "echo": True, "logprobs": 0, "max_tokens": 20, "ignore_eos": True}
         body = {"prompt": "one two three four fünf", **own, "seed": 3, "n": 2, "stream": stream}
         texts, offsets = {0: "", 1: ""}, {0: [], 1: []}

@@ -15,7 +15,7 @@ def values(metrics: Metrics) -> dict:
     return {(each.name, *(each.labels[key] for key in each.labels.keys() - MODEL)): each.value for each in series}
 
 
-def test_values():
+def test_metrics_have_their_values():
     metrics = Metrics(MODEL["model_name"], lambda: dict.fromkeys(RUNNING, 0.5))
     metrics.count("generation_tokens_total", 4)
     metrics.count("request_error_total", status="400")

@@ -87,7 +87,7 @@ def matches(template, path):
 
 
 @pytest.mark.parametrize("needs_key", [True, False])
-def test_it_is_valid(needs_key):
+def test_document_is_valid(needs_key):
     document = json.loads(openapi(needs_key))
     validate(document)
     assert ("securitySchemes" in document["components"]) == needs_key
@@ -159,7 +159,7 @@ def test_errors_are_as_described(document, http, path):
     assert answered(document, http, path, model="huge", **body) == 404
 
 
-def test_what_the_document_forbids_is_refused(document, http):
+def test_values_outside_the_schema_are_refused(document, http):
     """Each field of each request, with values of all types; only values that the schema allows may be accepted."""
     bodies = {"/v1/responses": {"input": "a"}, "/v1/embeddings": {"input": "a"}, "/detokenize": {"tokens": [65]}}
     bodies |= {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": WORDS}}
@@ -187,7 +187,7 @@ def test_thoughts_are_as_described(document):
             assert answered(document, http, "/v1/chat/completions", messages=WORDS, **own) == 200
 
 
-def test_types_that_may_be_left_out(document, http):
+def test_type_fields_may_be_left_out(document, http):
     call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "a", "output": [{"text": "warm"}]}
     thought = {"type": "reasoning", "summary": [{"text": "a"}], "content": [{"text": "b"}]}
@@ -199,7 +199,7 @@ def test_types_that_may_be_left_out(document, http):
 
 
 @pytest.mark.slow
-def test_an_attack(service, tmp_path):
+def test_schemathesis_finds_no_failure(service, tmp_path):
     """Schemathesis finds no request whose answer is a failure, or is not as described."""
     pytest.importorskip("schemathesis")
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json"]

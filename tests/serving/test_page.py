@@ -237,7 +237,7 @@ class TestInABrowser:
             self.wait_for_answers(driver, 2)
             assert service.engine.counts().tokens <= 3
 
-    def test_what_is_refused_is_said_and_can_be_sent_again(self, service, driver):
+    def test_refusal_is_shown_and_the_text_can_be_sent_again(self, service, driver):
         driver.get(service.url)
         self.send(driver, "x" * 1000)
         self.wait(driver, lambda driver: driver.find_elements("css selector", ".assistant .error"))
@@ -260,7 +260,7 @@ class TestInABrowser:
             assert self.text(driver, ".assistant .plain") == wanted
             assert len(driver.find_elements("css selector", ".assistant .token")) == 12
 
-    def test_keys(self, driver):
+    def test_page_sends_the_key(self, driver):
         with running(keys=[KEY]) as service:
             driver.get(service.url)
             self.set(driver, "key", KEY)
@@ -321,7 +321,7 @@ class TestInABrowser:
         )
         assert seconds < 1
 
-    def test_on_a_phone_options_fold_away(self, driver, tmp_path):
+    def test_options_are_collapsed_on_a_phone(self, driver, tmp_path):
         phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
         self.live(driver, tmp_path, model="a-model-with-a-long-name")

@@ -116,7 +116,7 @@ class TestResponse:
         assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert (cut["output"][0]["status"], cut["completed_at"]) == ("incomplete", None)
 
-    def test_a_schema_completes(self, http):
+    def test_answer_follows_the_schema(self, http):
         form = {"type": "json_schema", "name": "animal", "schema": SCHEMA, "strict": True}
         done = create(http, input="Who?", text={"format": form}, seed=3)
         assert done["status"] == "completed"
@@ -136,13 +136,13 @@ class TestResponse:
         assert last["response"]["left_out"] == done["left_out"]
         assert "left_out" not in create(http, input="Who?", unsupported="warn", max_output_tokens=1)
 
-    def test_json_of_any_form(self, http):
+    def test_json_object_format(self, http):
         done = create(http, input="Who?", text={"format": {"type": "json_object"}}, seed=3)
         text = done["output"][0]["content"][0]["text"]
         assert text.startswith("{")
         assert done["status"] == "incomplete" or isinstance(json.loads(text), dict)
 
-    def test_fields_are_repeated(self, http):
+    def test_response_repeats_the_fields_of_its_request(self, http):
         given = {
             "instructions": "Be brief.",
             "metadata": {"a": "b"},
@@ -217,7 +217,7 @@ class TestStream:
             response = httpx.post(f"{service.url}/v1/responses", json={"input": "Who?", "stream": True})
             assert response.status_code == 503
 
-    def test_as_openai_reads_it(self, client):
+    def test_openai_client_reads_the_stream(self, client):
         form = {"format": {"type": "json_schema", "name": "animal", "schema": SCHEMA}}
         with client.responses.stream(model="tiny", input="Who?", text=form) as stream:
             text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
@@ -228,7 +228,7 @@ class TestStream:
 class TestThoughts:
     """Thoughts that the random model never ends."""
 
-    def test_they_are_an_item(self, thinking):
+    def test_thoughts_are_an_output_item(self, thinking):
         own = {"input": "Who?", "max_output_tokens": 20, "seed": 1}
         whole = create(thinking, **own)
         [item] = whole["output"]
@@ -241,7 +241,7 @@ class TestThoughts:
         assert kinds(found)[2:5] == ["output_item.added", "content_part.added", "reasoning_text.delta"]
         assert same(found[-1]["response"]) == same(whole)
 
-    def test_they_are_read_again(self, thinking):
+    def test_thoughts_are_replayed(self, thinking):
         first = create(thinking, input="Who?", max_output_tokens=5, temperature=0)
         again = create(thinking, input="And?", previous_response_id=first["id"], max_output_tokens=5, temperature=0)
         assert again["status"] == "incomplete"
@@ -387,7 +387,7 @@ class TestInput:
             ("hm", None, 1),
         ]
 
-    def test_instructions_are_one_message(self):
+    def test_instructions_become_one_message(self):
         found = self.messages(
             self.message("developer", "b"), self.message("user", "c"), self.message("system", "d"), instructions="a"
         )
@@ -405,7 +405,7 @@ class TestInput:
             CALL,
         ],
     )
-    def test_the_time_is_linear(self, item):
+    def test_joining_instructions_takes_linear_time(self, item):
         """Compared with the time for messages of the user, for which there is nothing to join."""
         first, count = self.message("user", "a"), 20_000
 
@@ -469,7 +469,7 @@ REFUSED = [
 
 class TestRefusals:
     @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[str(place) for place in range(len(REFUSED))])
-    def test_fields_are_named(self, http, fields, param):
+    def test_refusals_name_the_field(self, http, fields, param):
         error = create(http, 400, **({"input": "Who?"} | fields if fields else {}))
         assert error["param"] == param
         assert error["type"] == "invalid_request_error"
@@ -477,12 +477,12 @@ class TestRefusals:
             assert param.split("[")[0].split(".")[0] in error["message"]
         assert "max_completion_tokens" not in error["message"]
 
-    def test_what_is_allowed_is_said(self, http):
+    def test_refusals_name_what_is_allowed(self, http):
         assert "use function" in create(http, 400, input="Who?", tools=[{"type": "web_search"}])["message"]
         assert "only text is supported" in create(http, 400, input=[IMAGE])["message"]
         assert "input must have at least one message" in create(http, 400, input=[])["message"]
 
-    def test_the_model_and_the_key(self, http, service):
+    def test_unknown_model_and_missing_key_are_refused(self, http, service):
         assert create(http, 404, input="Who?", model="huge")["param"] == "model"
         assert httpx.post(f"{service.url}/v1/responses", json={"input": "a"}).status_code == 401
 
@@ -586,7 +586,7 @@ class TestStore:
         with pytest.raises(ApiError, match="Response with id 'c' not found"):
             store.delete("c")
 
-    def test_many_at_once(self, http):
+    def test_concurrent_conversations_do_not_mix(self, http):
         """Conversations that share the store and the engine do not mix."""
 
         def converse(seed):

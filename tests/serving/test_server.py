@@ -68,7 +68,7 @@ def url():
 
 class TestHeaderTime:
     @pytest.mark.parametrize("sent", [b"", b"G", PARTIAL])
-    def test_an_unfinished_header(self, url, sent):
+    def test_unfinished_header_closes_the_connection(self, url, sent):
         with connected(url) as connection:
             connection.sendall(sent)
             start = time.monotonic()
@@ -88,7 +88,7 @@ class TestHeaderTime:
             connection.sendall(PARTIAL)
             assert is_closed(connection)
 
-    def test_a_body_that_continues_after_the_answer(self, url):
+    def test_body_after_the_answer_closes_the_connection(self, url):
         with connected(url) as connection:
             connection.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
             assert connection.recv(4096).endswith(b"ok")
@@ -113,7 +113,7 @@ class TestHeaderTime:
 
 
 class TestMostConnections:
-    def test_the_longest_waiting_connection_makes_room(self):
+    def test_longest_waiting_connection_is_closed(self):
         with answering(app, limit=4) as url, contextlib.ExitStack() as stack:
             waiting = [stack.enter_context(connected(url)) for _ in range(4)]
             for connection in waiting:
@@ -140,7 +140,7 @@ class TestMostConnections:
             assert httpx.get(url).text == "ok"
 
     @pytest.mark.parametrize(("files", "most"), [(256, 128), (1024, 768), (4096, 1024), (-1, 1024)])
-    def test_the_number_follows_from_the_limit_on_files(self, monkeypatch, files, most):
+    def test_number_of_connections_follows_the_limit_on_files(self, monkeypatch, files, most):
         monkeypatch.setattr("resource.getrlimit", lambda kind: (files, files))
         assert module._most_connections() == most
 
@@ -263,6 +263,6 @@ class TestTls:
             (["--ssl-certfile", "@both.pem", "--ssl-ca-certs", "@server.key"], "--ssl-ca-certs .* must be a PEM file"),
         ],
     )
-    def test_refused(self, certificates, words, text):
+    def test_bad_certificates_are_refused(self, certificates, words, text):
         with pytest.raises(InputError, match=text):
             self.options(certificates, *words)

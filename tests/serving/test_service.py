@@ -95,7 +95,7 @@ class TestChat:
         assert done.usage.total_tokens == prompt + done.usage.completion_tokens
         assert choice.finish_reason == ("length" if done.usage.completion_tokens == 9 else "stop")
 
-    def test_a_stream_says_the_same(self, client):
+    def test_stream_equals_the_whole_answer(self, client):
         own = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "n": 3, "seed": 5}
         whole = client.chat.completions.create(**own)
         texts, finish, usage, ids = {}, {}, [], set()
@@ -198,7 +198,7 @@ class TestChat:
         assert len(json.loads(call.function.arguments)["city"]) <= 6
         assert finish == ("tool_calls" if choice == "required" else "stop")
 
-    def test_a_conversation_with_calls_goes_on(self, client):
+    def test_conversation_continues_after_calls(self, client):
         own = {"model": "tiny", "tools": [WEATHER], "seed": 4}
         first = client.chat.completions.create(messages=MESSAGES, tool_choice="required", **own).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls]
@@ -379,7 +379,7 @@ def test_numbers_at_their_bounds(http):
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not offered with stream"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
+def test_unsupported_fields_are_refused_by_name(http, fields, words):
     error = refused(http, **{"prompt": "A", **fields})
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"
@@ -423,7 +423,7 @@ def test_what_is_not_honoured_is_refused_by_name(http, fields, words):
         ({"audio": {}}, "audio: expected `null`, got `object`: only text"),
     ],
 )
-def test_what_a_chat_cannot_have(http, fields, words):
+def test_unsupported_chat_fields_are_refused(http, fields, words):
     error = refused(http, "/v1/chat/completions", **{"messages": MESSAGES, **fields})
     assert words in error["message"]
     assert field_of(error) in fields
@@ -440,7 +440,7 @@ def test_a_prompt_of_a_wrong_length_is_refused_by_name(http, prompt):
 @pytest.mark.parametrize(
     "body", [b"", b"[", b"[]", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": ' * 100_000, b"1"]
 )
-def test_bodies_that_are_not_requests(http, body):
+def test_invalid_bodies_are_refused(http, body):
     response = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["message"]
@@ -499,7 +499,7 @@ def test_seeds_of_64_bits(http):
     assert "seed must be from" in refused(http, "/v1/completions", prompt="Once", seed=2**64)["message"]
 
 
-def test_keys(service):
+def test_keys_are_required(service):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": KEY}):
         response = httpx.get(f"{service.url}/v1/models", headers=headers)
         assert response.status_code == 401
@@ -550,7 +550,7 @@ def test_a_client_that_leaves_frees_its_slots(http, service, stream):
 
 
 @pytest.mark.slow
-def test_a_full_queue_a_time_that_is_over_and_the_end():
+def test_full_queue_timeout_and_shutdown():
     limits = Limits(seconds=3.0, keep_alive=0.2, body=10_000)
     longest = {"prompt": "A", "max_tokens": NEW, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -22,7 +22,7 @@ def test_the_template_shows_whether_the_model_thinks(kind, tags):
     assert tags_of(KINDS[kind]) == tags
 
 
-def test_all_pairs_are_found_and_no_template_has_none():
+def test_tags_are_found_by_their_closing_tag():
     assert [tags_of(pair.closing) for pair in PAIRS] == list(PAIRS)
     assert tags_of(None) is None
 
@@ -64,7 +64,7 @@ def test_other_tags():
     st.booleans(),
     st.data(),
 )
-def test_where_the_text_is_cut_has_no_effect(parts, opened, data):
+def test_parsing_does_not_depend_on_the_pieces(parts, opened, data):
     text = "".join(parts)
     whole = parse([text], opened)
     assert parse(text, opened) == parse(parts, opened) == whole

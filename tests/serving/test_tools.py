@@ -134,7 +134,7 @@ def test_a_field_that_is_not_valid_is_refused(tools, choice, text):
         tools_of(tools, choice, None)
 
 
-def test_keys_that_mean_nothing_to_a_model_are_accepted():
+def test_irrelevant_keys_of_tools_are_ignored():
     extra = {"cache_control": {"type": "ephemeral"}, "function": {**tool("f")["function"], "x": 1}}
     assert tools_of([{**tool("f"), **extra}], None, None).for_template == [tool("f")]
 
@@ -187,7 +187,7 @@ def test_a_forced_answer_is_a_call_of_one_of_the_functions(text, expected):
         (named("now"), True, 1),
     ],
 )
-def test_a_forced_answer_has_one_call_if_the_request_says_so(choice, parallel, most):
+def test_forced_answer_has_one_call_without_parallel_calls(choice, parallel, most):
     tools = tools_of(TOOLS, choice, parallel)
     assert verdict(tools, "\n".join([written("now")] * most)) is True
     assert verdict(tools, "\n".join([written("now")] * most) + "\n") is None
@@ -221,7 +221,7 @@ def test_random_answers_are_calls(parallel):
             assert name == "now" or len(value["city"]) <= 8
 
 
-def test_schemas_without_a_type_are_of_objects():
+def test_schemas_without_a_type_mean_objects():
     text = written("f", '{"a": [1, {"b": null}]}')
     assert verdict(tools_of([tool("f", {})], "required", None), text) is True
     assert verdict(tools_of([tool("f", {})], "required", None), written("f", "3")) is None
@@ -230,7 +230,7 @@ def test_schemas_without_a_type_are_of_objects():
     assert verdict(tools, written("f", '{"next": {"next": {}}}')) is True
 
 
-def test_a_tokenizer_of_the_other_kind_has_calls_too():
+def test_calls_are_forced_with_a_sentencepiece_tokenizer():
     tok = llama()
     automaton = automaton_of(tools_of(TOOLS, named("now"), None), tok, len(tok))
     ids = [tok.backend.token_to_id(f"<0x{byte:02X}>") for byte in written("now").encode()]

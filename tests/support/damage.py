@@ -28,6 +28,7 @@ from jaxgen.core.text import sandbox
 from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.errors import JaxgenError
 from tests.support.checkpoints import GENERATION, QWEN2, weights, write
+from tests.support.processes import memory_status, peak_memory
 from tests.support.templates import HOSTILE
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
@@ -444,7 +445,7 @@ def use(path: Path, tokenizer: bool) -> str:
 
 def outcome(case: Case, path: Path) -> dict:
     """Try a case. Return the kind of outcome, its message, the CPU seconds, and the growth of peak memory in bytes."""
-    start, before = time.process_time(), peak()
+    start, before = time.process_time(), peak_memory()
     text, kind = "", "loaded"
     with warnings.catch_warnings(record=True):
         try:
@@ -452,22 +453,12 @@ def outcome(case: Case, path: Path) -> dict:
         except JaxgenError as error:
             kind, text = "refused", str(error)
     result = {"group": case.group, "name": case.name, "kind": kind, "text": text, "path": str(path)}
-    return result | {"seconds": time.process_time() - start, "bytes": peak() - before}
-
-
-def peak() -> int:
-    """Return this process's peak memory. (ru_maxrss would include the peak of the process that started it.)"""
-    return status("VmHWM")
+    return result | {"seconds": time.process_time() - start, "bytes": peak_memory() - before}
 
 
 def written() -> int:
     """Return the size of this process's private writable memory in bytes."""
-    return status("VmData")
-
-
-def status(name: str) -> int:
-    """Return one of the sizes that the kernel reports for this process, in bytes."""
-    return int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return memory_status("VmData")
 
 
 def main(seed: int, count: int, folder: Path) -> None:

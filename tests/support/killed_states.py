@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.training.checkpoint import intact_steps, read_state, write_state
+from tests.support.processes import run_in_child
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir"}
 
@@ -55,41 +55,23 @@ def check(directory: Path, step: int) -> None:
     save(directory, step)
 
 
-def in_child(work: Callable[[], None], after: float | None = None) -> bool:
-    """Call `work` in a child process, and kill it after `after` seconds, if set. Return whether it was killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    if after is not None:
-        time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, -signal.SIGKILL), status
-    return status != 0
-
-
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "states").iterdir())
 
 
 def main(folder: Path) -> None:
     jax.config.update("jax_platforms", "cpu")
-    assert not in_child(lambda: (save(folder / "start", 1), save(folder / "start", 2)))
+    assert not run_in_child(lambda: (save(folder / "start", 1), save(folder / "start", 2)))
     draw, outcomes, kills = random.Random(0), [], 0
 
     def attempt(work: Callable[[Path], None], after: float | None = None) -> bool:
         directory = folder / str(len(outcomes))
         shutil.copytree(folder / "start", directory)
-        killed = in_child(lambda: work(directory), after)
+        killed = run_in_child(lambda: work(directory), after)
         left = intact_steps(directory)
         assert left[-1] in (2, 3), left
         outcomes.append(left[-1])
-        assert not in_child(lambda: check(directory, 3))
+        assert not run_in_child(lambda: check(directory, 3))
         assert names(directory) == ["2", "3"]
         shutil.rmtree(directory)
         return killed

@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import numpy as np
 from convert.atomic_directory import new_directory, replaced
 from convert.hf import write_checkpoint
 from convert.shards import find_tensors
+from tests.support.processes import run_in_child
 
 FLOAT = np.dtype(np.float32)
 SIZES = {f"layer.{number}": 10_000 for number in range(4)}
@@ -52,24 +51,6 @@ def version(target: Path) -> int | None:
     return found
 
 
-def killed(work: Callable[[], None], after: float | None = None) -> bool:
-    """Call `work` in a child process, and kill it after `after` seconds, if set. Return whether it was killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    if after is not None:
-        time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, -signal.SIGKILL), status
-    return status != 0
-
-
 def save_until(target: Path, number: int, last: int) -> None:
     """Save a checkpoint, but kill this process at its `last`-th operation on the file system."""
     steps = 0
@@ -101,7 +82,7 @@ def main(folder: Path) -> None:
             step += 1
             if old is not None:
                 save(target, old)
-            alive = not killed(lambda: save_until(target, 2, step))  # noqa: B023
+            alive = not run_in_child(lambda: save_until(target, 2, step))  # noqa: B023
             check(target, old, 2)
             outcomes.add(version(target))
             save(target, 3)
@@ -121,7 +102,7 @@ def main(folder: Path) -> None:
 
     for _ in range(10):
         save(target, number)
-        assert killed(loop, after=draw.uniform(0.002, 0.03))
+        assert run_in_child(loop, after=draw.uniform(0.002, 0.03))
         left = version(target)
         old = version(replaced(target)) if left is None else None
         assert left is not None or old is not None

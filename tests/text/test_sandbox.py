@@ -55,11 +55,11 @@ def render(template: str, conversation=USER, **variables) -> str:
         ),
     ],
 )
-def test_what_good_templates_do(template, text):
+def test_ordinary_templates_are_rendered(template, text):
     assert render(template) == text
 
 
-def test_a_long_conversation_is_no_attack():
+def test_long_conversations_are_accepted():
     long = [{"role": "user", "content": "word " * 400_000}, *USER * 2000]
     with bounded():
         text = render(CHATML, long)
@@ -98,13 +98,13 @@ def test_a_long_conversation_is_no_attack():
         ),
     ],
 )
-def test_limits(template, reason, monkeypatch):
+def test_limits_stop_hostile_templates(template, reason, monkeypatch):
     monkeypatch.setattr(sandbox, "SECONDS", 0.1 if "0.1 s" in reason else 60)
     with pytest.raises(ConfigError, match=rf"^the chat template of DIR .*{reason}"):
         render(template)
 
 
-def test_a_template_that_cannot_be_compiled_or_fails():
+def test_failing_templates_are_errors():
     with pytest.raises(ConfigError, match="of DIR cannot be compiled: maximum recursion depth"):
         render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
     with pytest.raises(InputError, match="of DIR fails on this conversation: division by zero"):

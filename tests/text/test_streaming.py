@@ -49,7 +49,7 @@ def pieces(tok: Tokenizer, ids, **kwargs) -> list[str]:
 @TOKENIZERS
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.booleans(), st.booleans())
-def test_pieces_join_to_the_whole(tok, draw, skip, clean):
+def test_pieces_join_to_the_whole_text(tok, draw, skip, clean):
     ids = draw.draw(ids_of[tok])
     joined = "".join(pieces(tok, ids, skip_special_tokens=skip, clean_up_tokenization_spaces=clean))
     assert joined == tok.decode(ids, skip, clean)
@@ -89,7 +89,7 @@ def test_clean_up_in_pieces(parts):
     assert "".join(out) == clean_up(text)
 
 
-def test_characters_come_when_they_are_complete():
+def test_characters_are_returned_when_complete():
     assert pieces(BYTE_LEVEL, BYTE_LEVEL.encode("aé€👋b")) == [
         *"a",
         "",
@@ -106,13 +106,13 @@ def test_characters_come_when_they_are_complete():
     ]
 
 
-def test_byte_tokens_wait_for_the_end_of_their_run():
+def test_byte_tokens_are_held_back_until_their_run_ends():
     ids = LLAMA.encode("é€ a", add_special_tokens=False)
     assert pieces(LLAMA, ids) == ["", "", "", "", "", "", "é€ a", ""]
     assert pieces(LLAMA, ids[:4]) == ["", "", "", "", "\ufffd" * 3]
 
 
-def test_a_cut_character_comes_out_at_the_end():
+def test_incomplete_character_is_returned_at_the_end():
     assert pieces(BYTE_LEVEL, BYTE_LEVEL.encode("a€")[:-1]) == ["a", "", "", "\ufffd"]
 
 
@@ -124,7 +124,7 @@ def test_only_the_first_space_is_stripped():
         assert "".join(pieces(LLAMA, ids + between + ids)) == LLAMA.decode(ids + between + ids)
 
 
-def test_several_ids_at_once_and_again_after_the_end():
+def test_stream_accepts_several_ids_and_can_be_reused():
     stream = TextStream(LLAMA)
     with pytest.raises(InputError, match="-1"):
         stream.put([-1])
@@ -174,7 +174,7 @@ class TestTextStreamer:
         with pytest.raises(TypeError, match="skip_special"):
             TextStreamer(BYTE_LEVEL, skip_specials=True)
 
-    def test_finalized_text_can_go_elsewhere(self):
+    def test_on_finalized_text_may_be_overridden(self):
         class Collect(TextStreamer):
             def on_finalized_text(self, text, stream_end=False):
                 seen.append((text, stream_end))
@@ -185,7 +185,7 @@ class TestTextStreamer:
         streamer.end()
         assert seen == [("he", False), ("\ufffd", True)]
 
-    def test_one_row_only(self):
+    def test_several_rows_are_refused(self):
         with pytest.raises(InputError, match=r"\(2, 3\): generate one prompt, or pass a TextRowStreamer"):
             TextStreamer(BYTE_LEVEL).put(np.zeros((2, 3), np.int32))
 
@@ -229,7 +229,7 @@ class TestTextRowStreamer:
         streamer.end()
         assert seen[3:] == [(1, "\ufffd", True), (0, "\ufffd", True)]
 
-    def test_it_prints_whole_lines(self):
+    def test_whole_lines_are_printed(self):
         file = io.StringIO()
         streamer = TextRowStreamer(BYTE_LEVEL, file=file)
         for row, text in ((0, "he"), (1, "a\nb"), (0, "ll"), (2, "\n"), (1, " \n")):
@@ -318,7 +318,7 @@ class TestTextIteratorStreamer:
         speak(streamer, ["<|im_end|>", "a", *["<|end|>"] * 3], prompt="<|im_start|>")
         assert list(streamer) == ["a"]
 
-    def test_it_ends_for_good_and_serves_the_next_run(self):
+    def test_iterator_ends_and_streamer_can_be_reused(self):
         streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True)
         for word in ("he", "ll"):
             speak(streamer, [word])
@@ -422,10 +422,10 @@ class TestAsyncTextIteratorStreamer:
 
         return asyncio.run(main())
 
-    def test_text_comes_and_it_ends(self):
+    def test_text_is_returned_until_the_end(self):
         assert self.read(lambda streamer: speak(streamer, ["he", "ll", "", "o €"])) == ["he", "ll", "o €"]
 
-    def test_text_comes_while_the_run_goes_on(self):
+    def test_text_is_returned_during_the_run(self):
         async def main():
             streamer, goes_on = AsyncTextIteratorStreamer(BYTE_LEVEL, skip_prompt=True), threading.Event()
 

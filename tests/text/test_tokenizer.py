@@ -51,7 +51,7 @@ class TestRealData:
             ids = qwen.encode(vector["text"], split_special_tokens=not vector["parse_special"])
             assert ids == vector["ids"], vector["text"]
 
-    def test_texts_come_back(self, data, qwen):
+    def test_decoding_restores_the_texts(self, data, qwen):
         vectors = json.loads((data / "vectors" / "qwen2.5-tokenization.json").read_text(encoding="utf-8"))
         for vector in vectors:
             assert qwen.decode(vector["ids"], skip_special_tokens=False) == vector["text"]
@@ -62,7 +62,7 @@ class TestRealData:
         for case, ids, mask in zip(cases, batch.ids, batch.attention_mask, strict=True):
             assert ids[mask == 1].tolist() == case["prompt_ids"]
 
-    def test_greedy_runs_text(self, data):
+    def test_texts_of_greedy_runs_match(self, data):
         runs = json.loads((data / "vectors" / "greedy-runs.json").read_text(encoding="utf-8"))
         read: dict[str, Tokenizer] = {}
         for run in runs:
@@ -103,7 +103,7 @@ class TestEncode:
             "<|end|>", split_special_tokens=True
         )
 
-    def test_bos_as_the_template_says(self):
+    def test_post_processor_adds_bos(self):
         tok = llama()
         assert [tok.backend.id_to_token(i) for i in tok.encode("hell a")] == ["<s>", "▁hell", "▁a"]
         assert tok.encode("a", add_special_tokens=False) == tok.encode("a")[1:]
@@ -115,7 +115,7 @@ class TestEncode:
         [({}, [1], []), ({"add_bos_token": False, "add_eos_token": True}, [], [2])],
     )
     @pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
-    def test_llama_class_adds_what_the_config_says(self, name, flags, before, after):
+    def test_llama_class_adds_tokens_named_in_the_config(self, name, flags, before, after):
         inner = llama().encode("hell", add_special_tokens=False)
         assert llama(tokenizer_class=name, **flags).encode("hell") == before + inner + after
 
@@ -127,7 +127,7 @@ class TestEncode:
         with pytest.raises(ConfigError, match="add_bos_token is true"):
             llama(tokenizer_class="LlamaTokenizer", bos_token=None)
 
-    def test_truncation_counts_what_is_added(self):
+    def test_truncation_counts_added_tokens(self):
         full = llama().encode("hello there")
         assert llama().encode("hello there", max_length=4) == full[:4]
         assert llama(truncation_side="left").encode("hello there", max_length=4) == [1, *full[-3:]]
@@ -135,11 +135,11 @@ class TestEncode:
         assert llama().encode("a", max_length=99) == llama().encode("a")
 
     @pytest.mark.parametrize("max_length", [0, -1])
-    def test_bad_max_length(self, max_length):
+    def test_bad_max_length_is_refused(self, max_length):
         with pytest.raises(InputError, match="max_length"):
             llama().encode("a", max_length=max_length)
 
-    def test_settings_of_the_backend_do_not_act(self):
+    def test_truncation_and_padding_of_the_backend_are_ignored(self):
         backend = llama_backend()
         backend.enable_truncation(3, direction="left")
         backend.enable_padding(length=20, pad_id=2, pad_token="</s>")
@@ -149,7 +149,7 @@ class TestEncode:
         assert (tok.truncation_side, tok.pad_token_id) == ("left", 2)
         assert tok.encode("hello there", max_length=3) == [1, *full[-2:]]
 
-    def test_bad_input(self):
+    def test_bad_text_is_refused(self):
         with pytest.raises(TypeError, match="batch"):
             llama().encode(["a"])  # type: ignore[arg-type]
         with pytest.raises(InputError, match="Unicode"):
@@ -184,11 +184,11 @@ class TestEncode:
 
 class TestDecode:
     @pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array])
-    def test_kinds_of_ids(self, kind):
+    def test_ids_may_be_lists_or_arrays(self, kind):
         tok = llama()
         assert tok.decode(kind(tok.encode("hell a"))) == "hell a"
 
-    def test_single_and_none(self):
+    def test_single_id_and_empty_ids_are_decoded(self):
         tok = llama()
         assert tok.decode(tok.encode("a")[-1]) == "a"
         assert tok.decode([]) == ""
@@ -200,11 +200,11 @@ class TestDecode:
         assert tok.decode(ids) == "hell"
         assert tok.decode(ids, skip_special_tokens=False) == "he<|im_end|>ll"
 
-    def test_ids_beyond_the_vocabulary_are_nothing(self):
+    def test_ids_beyond_the_vocabulary_decode_to_nothing(self):
         tok = byte_level()
         assert tok.decode([*tok.encode("he"), len(tok), 2**31, *tok.encode("ll")]) == "hell"
 
-    def test_bad_ids(self):
+    def test_bad_ids_are_refused(self):
         with pytest.raises(InputError, match="-7 is not a token id"):
             llama().decode([1, -7])
         with pytest.raises(TypeError, match="integer"):
@@ -340,7 +340,7 @@ class TestBatch:
     def test_pad_id(self, config, pad):
         assert Tokenizer(llama_backend(), config).batch(["a", "a a"]).ids[0, 0] == pad
 
-    def test_bad_input(self):
+    def test_bad_batches_are_refused(self):
         with pytest.raises(TypeError, match=r"\[text\]"):
             llama().batch("hell")
         with pytest.raises(InputError, match="empty"):
@@ -398,7 +398,7 @@ class TestBatch:
             ([1.0], 1, "lengths must be whole numbers, got float64"),
         ],
     )
-    def test_lengths_that_a_row_cannot_have(self, lengths, width, message):
+    def test_impossible_lengths_are_refused(self, lengths, width, message):
         with pytest.raises(InputError, match=message):
             byte_level().decode_batch(np.ones((1, 4), np.int32), lengths=lengths, prompt_width=width)
 
@@ -511,12 +511,12 @@ class TestChat:
         with pytest.raises(ConfigError, match="chat_template"):
             byte_level(chat_template=[{"template": "x"}])
 
-    def test_no_template(self):
+    def test_missing_template_is_refused(self):
         assert llama().chat_template is None
         with pytest.raises(InputError, match="no chat template"):
             llama().chat([USER])
 
-    def test_templates_that_fail(self):
+    def test_failing_templates_are_errors(self):
         with pytest.raises(InputError, match="roles must alternate"):
             byte_level(chat_template="{{ raise_exception('roles must alternate') }}").chat([USER])
         with pytest.raises(InputError, match="undefined"):
@@ -545,7 +545,7 @@ class TestChat:
             ([{"role": "user", "content": 3}], InputError, '"content"'),
         ],
     )
-    def test_malformed_conversations(self, conversation, error, words):
+    def test_malformed_conversations_are_refused(self, conversation, error, words):
         with pytest.raises(error, match=words):
             byte_level().chat([conversation])
 
@@ -558,12 +558,12 @@ class TestChat:
             ("x" * 10**6, r"'x+\.\.\.x+', .*: use system"),
         ],
     )
-    def test_roles_that_the_model_cannot_know(self, role, message):
+    def test_unknown_roles_are_refused(self, role, message):
         with pytest.raises(InputError, match=f"message 1 has the role {message}"):
             byte_level().chat([[*USER, {"role": role, "content": "hi"}]])
 
     @pytest.mark.parametrize("quote", ["'", '"'])
-    def test_roles_that_the_template_names(self, quote):
+    def test_roles_named_in_the_template_are_accepted(self, quote):
         named = CHATML + "{% if messages[0].role == 'ipython' %}!{% endif %}".replace("'", quote)
         observed = [{"role": "ipython", "content": "42"}]
         assert byte_level(chat_template=named).render_chat(observed, False).endswith("ipython\n42<|im_end|>\n!")
@@ -576,7 +576,7 @@ class TestChat:
         for role in ("system", "user", "assistant", "tool"):
             assert role in byte_level().render_chat([{"role": role, "content": "a"}])
 
-    def test_malformed_lists(self):
+    def test_malformed_lists_are_refused(self):
         with pytest.raises(TypeError, match="list of conversations"):
             byte_level().chat("hi")
         with pytest.raises(InputError, match="empty"):
@@ -612,7 +612,7 @@ def conversations(beginning, texts) -> list[list[dict]]:
 class TestChatPrefix:
     @pytest.mark.parametrize("beginning", BEGINNINGS)
     @pytest.mark.parametrize("tok", [byte_level(), llama(chat_template=CHATML)], ids=["byte_level", "sentencepiece"])
-    def test_it_is_what_all_conversations_begin_with(self, tok, beginning):
+    def test_prefix_begins_every_conversation(self, tok, beginning):
         self.check(tok, beginning, QUESTIONS)
 
     @pytest.mark.parametrize("beginning", BEGINNINGS)
@@ -626,9 +626,8 @@ class TestChatPrefix:
 
     @settings(max_examples=10, deadline=None)
     @given(st.lists(st.text(max_size=8), min_size=20, max_size=20))
-    def test_any_text_after_it(self, qwen, texts):
-        prefix = qwen.chat_prefix(BEGINNINGS[0])
-        qwen.chat(conversations(BEGINNINGS[0], texts), after=prefix)
+    def test_prefix_begins_any_conversation(self, qwen, texts):
+        self.check(qwen, BEGINNINGS[0], texts)
 
     def check(self, tok, beginning, texts) -> list[int]:
         prefix = tok.chat_prefix(beginning)
@@ -642,7 +641,7 @@ class TestChatPrefix:
             assert rest.attention_mask[row, -1] == 1
         return prefix
 
-    def test_tools_and_variables_are_part_of_it(self, qwen):
+    def test_prefix_includes_tools_and_variables(self, qwen):
         tools = [{"type": "function", "function": {"name": "f"}}]
         prefix = qwen.chat_prefix([], tools=tools)
         assert '"name": "f"' in qwen.decode(prefix)
@@ -671,7 +670,7 @@ class TestChatPrefix:
         with pytest.raises(InputError, match=f"max_length must be greater than the {len(prefix)} tokens of after, got"):
             tok.chat(chat, after=prefix, max_length=len(prefix))
 
-    def test_after_a_cache(self):
+    def test_chat_after_a_cache(self):
         tok = byte_level()
         turns = [USER, conversations([], "hello")[0]]
         rows = [row[mask == 1].tolist() for row, mask in zip(*tok.chat(turns), strict=True)]
@@ -710,14 +709,14 @@ class TestChatPrefix:
         whole = tok.encode(tok.render_chat(chat), add_special_tokens=False)
         assert row.tolist() == whole[-len(row) :]
 
-    def test_a_rest_that_would_be_encoded_differently(self):
+    def test_rest_that_would_be_encoded_differently_is_refused(self):
         tok = llama(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
         tok.backend.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Prepend("▁")])
         cached = [tok.backend.token_to_id(piece) for piece in ("▁", "he", "ll")]
         with pytest.raises(InputError, match="conversation 0 does not begin with"):
             tok.chat([[{"role": "user", "content": "hella"}]], after=cached)
 
-    def test_conversations_that_do_not_fit(self):
+    def test_conversations_with_another_beginning_are_refused(self):
         tok = byte_level()
         prefix = tok.chat_prefix(BEGINNINGS[0])
         with pytest.raises(InputError, match=r"conversation 1 does not begin with .*: begin with the same messages"):
@@ -789,7 +788,7 @@ class TestFiles:
         assert (tok.bos_token, tok.eos_token, tok.pad_token_id) == (None, "<|endoftext|>", len(tok) - 1)
         assert tok.encode("hell") == byte_level().encode("hell")
 
-    def test_no_class_for_a_model_that_is_not_built(self, tmp_path):
+    def test_unknown_model_types_have_no_default_class(self, tmp_path):
         tok = Tokenizer.from_pretrained(save(tmp_path, llama_backend(), config={"model_type": "other"}))
         assert (tok.bos_token, tok.eos_token) == (None, None)
 
@@ -823,12 +822,12 @@ class TestFiles:
         with pytest.raises(InputError, match=r"folder already has tokenizer\.json: choose another directory"):
             tok.save_pretrained(folder)
 
-    def test_a_file_of_another_tokenizer_is_not_mixed_in(self, tmp_path):
+    def test_save_refuses_files_of_another_tokenizer(self, tmp_path):
         (tmp_path / "chat_template.jinja").write_text("another")
         with pytest.raises(InputError, match=r"already has chat_template\.jinja"):
             byte_level().save_pretrained(tmp_path)
 
-    def test_null_is_not_the_class_default(self):
+    def test_null_is_not_replaced_by_the_class_default(self):
         config = {"tokenizer_class": "Qwen2Tokenizer"}
         assert Tokenizer(byte_level_backend(), config).pad_token == "<|endoftext|>"
         assert Tokenizer(byte_level_backend(), {**config, "pad_token": None}).pad_token is None
@@ -845,7 +844,7 @@ class TestFiles:
         assert tok.pad_token_id == size + 2 == len(tok) - 1
         assert tok.decode([size, size + 1, size + 2]) == "[X]"
 
-    def test_flags_of_tokenizer_json_stay(self):
+    def test_flags_of_tokenizer_json_are_preserved(self):
         backend = llama_backend()
         backend.add_special_tokens([tokenizers.AddedToken("[E]", lstrip=True)])
         tok = Tokenizer(backend, {"eos_token": "[E]"})
@@ -882,11 +881,11 @@ class TestFiles:
         save(tmp_path, llama_backend(), tokenizer_config={"eos_token": "<unk>", "added_tokens_decoder": {}})
         assert Tokenizer.from_pretrained(tmp_path).eos_token == "<unk>"
 
-    def test_no_limit(self):
+    def test_huge_model_max_length_means_no_limit(self):
         assert llama(model_max_length=int(1e30)).model_max_length is None
         assert llama(model_max_length=77).model_max_length == 77
 
-    def test_missing(self, tmp_path):
+    def test_missing_files_are_reported(self, tmp_path):
         with pytest.raises(InputError, match="not a directory"):
             Tokenizer.from_pretrained(tmp_path / "nowhere")
         (tmp_path / "tokenizer.model").write_bytes(b"")
@@ -904,13 +903,13 @@ class TestFiles:
             ("chat_template.jinja", b"\xff"),
         ],
     )
-    def test_damaged(self, tmp_path, name, content):
+    def test_damaged_files_are_refused(self, tmp_path, name, content):
         save(tmp_path, llama_backend())
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=name):
             Tokenizer.from_pretrained(tmp_path)
 
-    def test_a_panic_is_one_error(self, tmp_path):
+    def test_panic_of_the_library_is_an_error(self, tmp_path):
         save(tmp_path, byte_level_backend())
         content = json.loads((tmp_path / "tokenizer.json").read_text())
         content["model"]["continuing_subword_prefix"] = "##"
@@ -949,7 +948,7 @@ class TestFiles:
             {"chat_template": [{"name": "default", "template": None}]},
         ],
     )
-    def test_bad_values(self, config):
+    def test_bad_values_are_refused(self, config):
         with pytest.raises(ConfigError, match=next(iter(config))):
             llama(**config)
 
@@ -963,18 +962,18 @@ class TestFiles:
         (lambda tok: tok.nothing, AttributeError, "Tokenizer has no nothing$"),
     ],
 )
-def test_names_of_transformers_say_what_to_call(use, error, message):
+def test_method_names_of_transformers_get_a_hint(use, error, message):
     with pytest.raises(error, match=message):
         use(byte_level())
 
 
-def test_a_tokenizer_is_printed_with_its_tokens():
+def test_repr_shows_special_tokens():
     parts = f"{BYTE_LEVEL.backend.get_vocab_size()} tokens, eos_token='<|im_end|>', pad_token='<|end|>'"
     assert repr(BYTE_LEVEL) == f"Tokenizer(tokenizer, {parts}, with a chat template)"
     assert repr(Tokenizer(byte_level_backend())).endswith(" tokens, without a chat template)")
 
 
-def test_the_methods_that_are_named_exist():
+def test_methods_named_in_hints_exist():
     for hint in ELSEWHERE.values():
         for name in re.findall(r"([\w.]+)\(", hint):
             assert operator.attrgetter(name)(byte_level())

@@ -49,7 +49,7 @@ def damages(content: bytes) -> Iterator[bytes | None]:
         yield bytes(flipped)
 
 
-def test_any_damage_is_found_and_the_state_before_is_used(directory):
+def test_damage_is_detected_and_the_previous_state_is_used(directory):
     files = [file for file in (directory / "states" / "2").rglob("*") if file.is_file()]
     assert len(files) > 8
     for file in files:
@@ -67,13 +67,13 @@ def test_any_damage_is_found_and_the_state_before_is_used(directory):
     jax.tree.map(np.testing.assert_array_equal, read_state(directory, 2, LIKE), STATE)
 
 
-def test_notes_with_a_flipped_bit_are_never_read(directory):
+def test_notes_with_a_flipped_bit_are_rejected(directory):
     notes = directory / "states" / "2" / "notes.json"
     notes.write_text(notes.read_text().replace("2", "3"))
     assert newest_notes(directory) == {"step": 1}
 
 
-def test_if_all_states_are_damaged_the_error_says_what_to_do(directory):
+def test_error_explains_what_to_do_if_all_states_are_damaged(directory):
     for step in (1, 2):
         (directory / "states" / str(step) / "notes.json").write_text("")
     for read in (intact_steps, newest_notes):
@@ -95,7 +95,7 @@ def test_a_damaged_state_is_replaced(directory):
     assert steps(directory) == ["2", "5"]
 
 
-def test_other_files_are_left_alone(directory):
+def test_other_files_are_not_touched(directory):
     states = directory / "states"
     for name in ("9", "٣", ".DS_Store", "2/.nfs0001", "2/arrays/.DS_Store", "notes.partial"):
         (states / name).write_text("x")
@@ -121,7 +121,7 @@ def test_a_file_with_the_name_of_a_state_is_renamed(directory, name):
     assert intact_steps(directory) == [2, 9]
 
 
-def test_a_list_of_checksums_that_lacks_lines_is_found(directory):
+def test_missing_checksum_lines_are_detected(directory):
     sums = directory / "states" / "2" / "SHA256SUMS"
     lines = sums.read_text().splitlines(keepends=True)
     for part in (lines[:-1], lines[1:], lines[:2], []):
@@ -135,7 +135,7 @@ def test_checksums_are_those_of_sha256sum(directory):
     assert subprocess.run(command, cwd=directory / "states" / "2", check=False).returncode == 0
 
 
-def test_no_states(tmp_path):
+def test_directory_without_states(tmp_path):
     assert intact_steps(tmp_path) == []
     assert newest_notes(tmp_path) is None
 

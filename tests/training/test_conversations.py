@@ -243,7 +243,7 @@ class TestExamples:
         with pytest.raises(InputError, match=r"the weight of a message must be 0 or 1, got 0\.5"):
             chat_examples(QWEN25.tokenizer, [user("1?"), said("One.", weight=0.5)])
 
-    def test_the_beginning_is_only_read(self):
+    def test_turns_before_learnt_from_are_only_read(self):
         messages = [user("1?"), said("One."), user("2?"), said("Two.")]
         (example,) = texts(QWEN25.tokenizer, chat_examples(QWEN25.tokenizer, messages, learnt_from=2))
         assert example[1:] == ["Two.<|im_end|>"]
@@ -289,7 +289,7 @@ class TestGenerationBlocks:
         with pytest.raises(InputError, match="no generation block that contains an answer"):
             chat_examples(tokenizer, messages[:2])
 
-    def test_of_the_template_for_tools_if_there_are_several(self):
+    def test_generation_blocks_of_the_tool_template(self):
         head = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ '<|im_start|>' }}"
         tail = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
         plain = f"{head}{{{{ m.content + '<|im_end|>' }}}}{tail}"
@@ -302,7 +302,7 @@ class TestGenerationBlocks:
             (example,) = texts(tokenizer, chat_examples(tokenizer, messages, tools=tools))
             assert example[1] == "One.<|im_end|>"
 
-    def test_marks_in_a_text(self):
+    def test_texts_with_marker_characters_are_refused(self):
         with pytest.raises(InputError, match="generation blocks of the chat template cannot be found"):
             chat_examples(SMOLLM3.tokenizer, [user("\ufdd0?"), said("One.")])
 
@@ -321,7 +321,7 @@ class TestCalls:
             ((_, learnt),) = texts(QWEN25.tokenizer, chat_examples(QWEN25.tokenizer, messages))
             assert learnt == QWEN25.generated(said("", "", {}))
 
-    def test_empty_calls_are_none(self):
+    def test_empty_tool_calls_count_as_none(self):
         """Llama's template counts the calls of every message that has the key."""
         for calls in (None, []):
             messages = [{**user("?"), "tool_calls": calls}, {**said("Yes."), "tool_calls": calls}]
@@ -345,7 +345,7 @@ class TestCalls:
             (QWEN25, said("Yes.", "Hm."), "message 1: the chat template does not write the thought: write it as"),
         ],
     )
-    def test_what_the_template_does_not_write_is_an_error(self, kind, message, error):
+    def test_content_that_the_template_omits_is_an_error(self, kind, message, error):
         with pytest.raises(InputError, match=error):
             chat_examples(kind.tokenizer, [user("?"), message])
 
@@ -357,7 +357,7 @@ class TestCalls:
         ((_, learnt),) = texts(tokenizer, chat_examples(tokenizer, messages))
         assert learnt == QWEN25.generated(messages[1])
 
-    def test_tools_that_the_template_does_not_write(self):
+    def test_tools_that_the_template_omits_are_refused(self):
         with pytest.raises(InputError, match="does not write the tool 'look_up': remove it"):
             chat_examples(R1.tokenizer, [user("?"), said("Yes.")], tools=TOOLS)
 
@@ -372,7 +372,7 @@ class TestCalls:
         with pytest.raises(InputError, match=r"message 3: .* without the generation prompt before it"):
             chat_examples(tokenizer, [user("?"), said("f()"), result("7"), said("It is 7.")])
 
-    def test_an_answer_that_cannot_be_found(self):
+    def test_answer_that_cannot_be_located_is_an_error(self):
         tokenizer = template_tokenizer(
             "{% for m in messages %}{{ m.role }} {{ m.content | upper if loop.last else m.content }}\n{% endfor %}"
         )
@@ -391,7 +391,7 @@ class TestMessages:
             chat_examples(QWEN25.tokenizer, [{"role": "user", "content": image}, said("Yes.")])
 
     @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-    def test_names_of_thoughts(self, name):
+    def test_thoughts_may_have_either_name(self, name):
         wanted = chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", "Hm.")])
         assert chat_examples(QWEN3.tokenizer, [user("?"), said("Yes.", **{name: "Hm."})]) == wanted
 

@@ -53,7 +53,7 @@ class TestConversations:
             ("hell no\n\nhe<|im_end|>", True),
         )
 
-    def test_the_ids_are_the_chat_templates(self):
+    def test_ids_match_the_chat_template(self):
         tokenizer = byte_level()
         conversation = [SYSTEM, SAY_HELLO, HELLO, AGAIN, HE]
         whole = tokenizer.chat(conversation, add_generation_prompt=False).ids[0].tolist()
@@ -61,7 +61,7 @@ class TestConversations:
         assert example.ids + tokenizer.encode("\n") == whole
         assert example.ids[-1] == example.labels[-1] == tokenizer.eos_token_id
 
-    def test_what_follows_the_last_answer_is_left_out(self):
+    def test_text_after_the_last_answer_is_left_out(self):
         assert chat_example(byte_level(), [SAY_HELLO, HELLO, AGAIN]) == chat_example(byte_level(), [SAY_HELLO, HELLO])
 
     def test_two_answers_in_a_row(self):
@@ -95,7 +95,7 @@ class TestConversations:
             ([{"role": "user"}, HELLO], 'message 0 must have a "content"'),
         ],
     )
-    def test_conversations_without_anything_to_learn(self, conversation, message):
+    def test_conversations_without_answers_are_refused(self, conversation, message):
         with pytest.raises(InputError, match=message):
             chat_example(byte_level(), conversation)
 
@@ -239,7 +239,7 @@ class TestTexts:
             *(("chat_template_kwarg", "chat_template_kwargs"), ("conversation", "conversations")),
         ],
     )
-    def test_a_misspelt_key(self, tmp_path, name, meant):
+    def test_misspelled_key_gets_a_hint(self, tmp_path, name, meant):
         with pytest.raises(InputError, match=f"line 1: unknown key '{name}': did you mean '{meant}'"):
             self.read(tmp_path, {"messages": [SAY_HELLO, HELLO], name: []})
 
@@ -280,7 +280,7 @@ class TestTexts:
         with pytest.raises(InputError, match=message):
             read_examples(tmp_path / "data", byte_level())
 
-    def test_nothing_to_train_on(self, tmp_path):
+    def test_empty_data_is_refused(self, tmp_path):
         (tmp_path / "data").write_text("\n \n")
         with pytest.raises(InputError, match="no line to train on"):
             read_examples(tmp_path / "data", byte_level())
@@ -305,7 +305,7 @@ def examples_of_their_own_ids(draw) -> list[Example]:
 class TestPacking:
     @settings(max_examples=50, deadline=None)
     @given(examples_of_their_own_ids(), st.integers(2, 15))
-    def test_every_token_once_and_in_order(self, examples, width):
+    def test_each_token_is_packed_once_in_order(self, examples, width):
         rows, cut = pack(examples, width)
         assert cut == sum(len(example.ids) > width for example in examples)
         found = []
@@ -356,6 +356,6 @@ class TestOrder:
         assert [late(step).ids.tolist() for step in reversed(range(20))] == forwards[::-1]
         assert forwards != [shuffled(data, 4, 2)(step).ids.tolist() for step in range(20)]
 
-    def test_nothing_to_draw_from(self):
+    def test_shuffling_no_rows_is_refused(self):
         with pytest.raises(InputError, match="at least one row"):
             shuffled(self.numbered(0), 4, 0)

@@ -103,6 +103,6 @@ def test_masks():
 @pytest.mark.parametrize(
     ("rewards", "group", "error"), [((4,), 1, ConfigError), ((4,), 3, InputError), ((2, 2), 2, InputError)]
 )
-def test_groups_that_do_not_fit(rewards, group, error):
+def test_mismatched_groups_are_refused(rewards, group, error):
     with pytest.raises(error):
         policy.group_advantage(jnp.zeros(rewards), group)

@@ -101,7 +101,7 @@ class TestRecord:
         assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
 
     @pytest.mark.slow
-    def test_a_killed_run_has_the_record_of_one_that_was_not(self, tmp_path):
+    def test_killed_run_has_the_same_record(self, tmp_path):
         whole = run(tmp_path / "whole")
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed", stop=7)
@@ -130,7 +130,7 @@ class TestBest:
         assert_equal(run(tmp_path / "last", last), last.seen[6])
 
     @pytest.mark.slow
-    def test_a_killed_run_remembers_the_best(self, tmp_path):
+    def test_killed_run_restores_the_best_state(self, tmp_path):
         losses = [5.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0]
         loss = Losses(losses)
         expected = run(tmp_path / "whole", loss, keep_best=True)
@@ -140,7 +140,7 @@ class TestBest:
         assert saved(tmp_path / "killed") == [2, 4, 8]
         assert_equal(run(tmp_path / "killed", Losses(losses[5:]), keep_best=True), expected)
 
-    def test_a_best_state_that_is_damaged(self, tmp_path):
+    def test_damaged_best_state_draws_a_warning(self, tmp_path):
         losses = [5.0, 2.0, 3.0, 2.5, 3.0, 2.7, 2.6]
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, Losses(losses), keep_best=True, stop=9)
@@ -167,15 +167,15 @@ class TestBest:
         assert entries(tmp_path)[-1]["step"] == 12
 
     @pytest.mark.parametrize(("options", "name"), [({"every": 0}, "every"), ({"patience": 0}, "patience")])
-    def test_numbers_that_make_no_sense(self, options, name):
+    def test_bad_numbers_are_refused(self, options, name):
         with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
             Evaluation(Losses(), **options)
 
-    def test_the_best_needs_a_directory(self):
+    def test_keep_best_requires_a_directory(self):
         with pytest.raises(ConfigError, match="keep_best=True needs a directory"):
             run(None, keep_best=True)
 
-    def test_a_held_out_loss_that_is_not_finite(self, tmp_path):
+    def test_non_finite_held_out_loss_is_an_error(self, tmp_path):
         with pytest.raises(ConfigError, match="training diverged: the loss is nan at step 2"):
             run(tmp_path, Losses([5.0, float("nan")]))
         with pytest.raises(ConfigError, match="the held-out loss is nan before the first step: check"):
@@ -306,7 +306,7 @@ class TestCurve:
     def test_short_runs(self, found):
         assert len(self.drawn(found)) == 3
 
-    def test_the_picture_is_written(self, tmp_path):
+    def test_plot_is_written(self, tmp_path):
         record = Record([], tmp_path)
         record.add(1, loss=2.0, learning_rate=0.1)
         record.draw()

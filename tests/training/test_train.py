@@ -53,12 +53,12 @@ def loss(params, data: TrainBatch) -> float:
     return float(gradient_of(params, filled(data))[0][0])
 
 
-def close(left, right, tolerance=1e-5):
+def check_close(left, right, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-6, float(jnp.abs(b).max())))
 
 
-def test_a_packed_row_is_its_texts_alone():
+def test_packed_row_equals_its_texts_alone():
     (total, count), packed = gradient_of(PARAMS, filled(rows()))
     one_each = TrainBatch(
         *(
@@ -70,10 +70,10 @@ def test_a_packed_row_is_its_texts_alone():
     assert rows().ids.shape[0] < len(EXAMPLES)
     assert int(count) == int(alone_count) == sum(len(example.ids) - 1 for example in EXAMPLES)
     np.testing.assert_allclose(total, alone, rtol=1e-6)
-    close(packed, separate)
+    check_close(packed, separate)
 
 
-def test_padding_teaches_nothing():
+def test_padding_does_not_affect_the_loss():
     data = rows()
     junk = TrainBatch(np.where(data.segments == 0, 55, data.ids), data.labels, data.segments)
     assert (junk.ids != data.ids).any()
@@ -87,11 +87,11 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     data.labels[0, 4:] = -100  # the micro-batches differ in their number of labels
     whole, wanted = step_of(CFG)(TrainState.create(PARAMS, CFG), data)
     state, metrics = step_of(dataclasses.replace(CFG, accumulate=parts))(TrainState.create(PARAMS, CFG), data)
-    close(metrics, wanted)
-    close(state.optimizer, whole.optimizer)
+    check_close(metrics, wanted)
+    check_close(state.optimizer, whole.optimizer)
 
 
-def test_rows_that_cannot_be_divided():
+def test_indivisible_rows_are_refused():
     with pytest.raises(InputError, match="4 rows cannot be divided into accumulate=3"):
         step_of(dataclasses.replace(CFG, accumulate=3))(TrainState.create(PARAMS, CFG), take(rows(), 4))
 
@@ -99,12 +99,12 @@ def test_rows_that_cannot_be_divided():
 def test_rematerialized_layers_have_the_same_gradient_and_store_less():
     data = filled(rows())
     kept, remade = (gradient_of.lower(PARAMS, data, remat).compile() for remat in (False, True))
-    close(remade(PARAMS, data)[1], kept(PARAMS, data)[1])
+    check_close(remade(PARAMS, data)[1], kept(PARAMS, data)[1])
     assert remade.as_text().count(" dot(") > kept.as_text().count(" dot(")
 
 
 @pytest.mark.slow
-def test_bfloat16_computes_and_float32_is_kept():
+def test_computation_is_bfloat16_and_params_stay_float32():
     data = take(rows(), 4)
     cfg = TrainConfig(steps=10, learning_rate=1e-3, dtype="bfloat16")
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
@@ -139,7 +139,7 @@ def test_only_matrices_decay():
     empty.labels[:] = -100
     state, metrics = step_of(CFG)(TrainState.create(PARAMS, CFG), empty)
     assert float(metrics.gradient_norm) == 0.0
-    close(state.params["model"]["norm"], PARAMS["model"]["norm"], 0)
+    check_close(state.params["model"]["norm"], PARAMS["model"]["norm"], 0)
     table = PARAMS["model"]["embed_tokens"]["weight"]
     np.testing.assert_allclose(state.params["model"]["embed_tokens"]["weight"], table * 0.95, rtol=1e-5)
 
@@ -154,7 +154,7 @@ def test_gradients_are_clipped():
 
 
 @pytest.mark.slow
-def test_dropout_differs_by_step_only():
+def test_dropout_depends_only_on_the_step():
     step, data = step_of(LEARNING, DROPOUT), take(rows(), 4)
 
     def loss_at(number):
@@ -194,7 +194,7 @@ def test_low_rank_updates():
     updates = lora.init(PARAMS, 2, jax.random.key(0), ("q_proj", "down_proj"))
     flat = jax.tree_util.tree_flatten_with_path(updates)[0]
     assert len(flat) == 2 * 2 * MODEL.num_hidden_layers
-    close(lora.merge(PARAMS, updates, 2.0), PARAMS, 0)
+    check_close(lora.merge(PARAMS, updates, 2.0), PARAMS, 0)
 
     cfg = TrainConfig(steps=5, learning_rate=1e-2, lora_scale=2.0)
     trained = train(updates, shuffled(rows(), 4, 0), model=MODEL, cfg=cfg, frozen=PARAMS)
@@ -221,7 +221,7 @@ def test_low_rank_updates():
         ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
     ],
 )
-def test_settings_that_make_no_sense(fields, message):
+def test_bad_settings_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**{"steps": 10, **fields})
 

@@ -18,7 +18,7 @@ from jaxgen import (
     generate,
     prefill,
 )
-from tests.support.letters import MODEL, PARAMS
+from tests.support.byte_model import MODEL, PARAMS
 from tests.support.models import model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
@@ -68,12 +68,12 @@ def test_several_sequences_per_prompt():
 
 
 @pytest.mark.slow
-def test_rows_that_sample_and_rows_that_do_not():
+def test_sampled_and_greedy_rows_together():
     check(CFG.replace(**SAMPLING | {"do_sample": np.arange(PROMPTS) % 3 > 0}, top_p=0.9))
 
 
 @pytest.mark.slow
-def test_own_grammars_stop_strings_and_penalties():
+def test_grammars_stop_strings_and_penalties_per_prompt():
     tok = byte_level()
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{1,3}"] * 2
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
@@ -98,7 +98,7 @@ class Sums(StepHook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [np.linspace(1.1, 1.6, PROMPTS), *slow(None)], ids=["guided", "plain"])
-def test_a_hook_a_processor_and_a_criterion(scale):
+def test_hook_processor_and_criterion(scale):
     def processor(history: History, scores):
         return scores - 0.01 * history.length[:, None].astype(jnp.float32) * jnp.sin(jnp.arange(320.0))[None, :]
 
@@ -110,7 +110,7 @@ def test_a_hook_a_processor_and_a_criterion(scale):
 
 
 @pytest.mark.slow
-def test_negative_prompts_of_other_lengths():
+def test_negative_prompts_of_different_lengths():
     negative = np.random.default_rng(1).integers(40, 120, (PROMPTS, 14), np.int32)
     mask = np.arange(14)[None, :] >= np.random.default_rng(2).integers(0, 14, PROMPTS)[:, None]
     arguments = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": mask}
@@ -120,7 +120,7 @@ def test_negative_prompts_of_other_lengths():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *slow({"guidance_scale": 1.3})], ids=["plain", "guided"])
 @pytest.mark.parametrize("slots", [SEVERAL, *slow({"slots": 1})], ids=["several", "one"])
-def test_a_prefix_that_all_prompts_share(options, slots):
+def test_all_prompts_share_a_prefix(options, slots):
     shared = prefill(PARAMS, IDS[:1, :5], CFG)
     check(CFG.replace(**SAMPLING, repetition_penalty=1.2, **options), slots, cache=shared)
 
@@ -151,7 +151,7 @@ def test_inside_the_callers_jit():
 
 
 @pytest.mark.slow
-def test_a_prompt_that_fails_ends_alone():
+def test_failing_prompt_does_not_affect_others():
     ids = IDS.copy()
     ids[3, -1] = 999
     run = jax.jit(lambda ids, cfg: generate(PARAMS, ids, None, cfg, attention_mask=MASK))
@@ -175,7 +175,7 @@ class Streamer:
 
 
 @pytest.mark.slow
-def test_a_streamer_of_rows_and_a_time_limit():
+def test_row_streamer_and_time_limit():
     streamer = Streamer()
     out = call(CFG.replace(**SEVERAL, max_time=600), streamer=streamer)
     assert_equal(out, call(CFG))
@@ -185,7 +185,7 @@ def test_a_streamer_of_rows_and_a_time_limit():
     assert streamer.ended != sorted(streamer.ended), "rows end in the order of the prompts"
 
 
-def test_the_time_limit_can_end_a_run_before_prompts_are_read():
+def test_time_limit_may_end_a_run_before_prompts_are_read():
     out = call(CFG.replace(**SEVERAL, max_time=1e-9))
     assert StopReason.TIME in np.asarray(out.stop_reasons)
     assert np.asarray(out.lengths).min() == 0
@@ -253,12 +253,12 @@ def test_memory_does_not_grow_with_the_prompts():
         ({"output_hidden_states": True}, "output_hidden_states is not offered with slots=5"),
     ],
 )
-def test_modes_and_records_that_are_refused(options, error):
+def test_unsupported_modes_and_records_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         call(CFG.replace(slots=5, output_logprobs=None, top_logprobs=0, **options))
 
 
-def test_other_inputs_that_are_refused():
+def test_unsupported_inputs_are_refused():
     cfg = CFG.replace(slots=5)
     with pytest.raises(ConfigError, match=r"prefix_allowed_tokens_fn .* use a TokenAutomaton"):
         call(cfg, prefix_allowed_tokens_fn=lambda row, ids: [5])
@@ -271,5 +271,5 @@ def test_other_inputs_that_are_refused():
         CFG.replace(slots=0)
 
 
-def test_there_is_no_cache_to_continue_from():
+def test_output_has_no_cache():
     assert call(CFG.replace(slots=4)).cache is None

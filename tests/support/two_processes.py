@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from jaxgen.core.request.running.automaton_tables import grammar_capacity, table
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.engine.processes import Action, ChunkPlan, Processes
 from jaxgen.training.loop import TrainBatch, TrainConfig, train
+from tests.support.processes import peak_memory
 from tests.support.tokenizers import byte_level
 
 
@@ -174,15 +174,10 @@ def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
     jax.block_until_ready(jnp.zeros(8))  # so that memory that jax allocates only once does not count
-    before = peak()
+    before = peak_memory()
     params, _ = load_hf(checkpoint, mesh=mesh)
     jax.block_until_ready(params)
-    return {"grown": peak() - before}
-
-
-def peak() -> int:
-    """Return the process's peak memory in bytes."""
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # pyright: ignore
+    return {"grown": peak_memory() - before}
 
 
 def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:

@@ -27,7 +27,7 @@ def counting():
 
 
 @pytest.mark.slow
-def test_a_row_draws_from_its_own_key_whoever_is_last():
+def test_each_row_draws_from_its_own_key():
     """tpu-inference, pull request 3401: all rows were reseeded from the last row."""
     with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16, prompt_options=()) as made:
         alone = [made.submit([3, 4], index=index).result(300)[0].tokens for index in range(9)]
@@ -38,7 +38,7 @@ def test_a_row_draws_from_its_own_key_whoever_is_last():
 
 
 @pytest.mark.slow
-def test_padding_is_not_a_token(counting):
+def test_padding_is_not_counted_by_penalties(counting):
     """Also pull request 3401: padding tokens were counted. If penalties did so here, counting would skip the pad id."""
     options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}
     done = counting.submit([4], **options, max_new_tokens=5).result(300)[0]
@@ -49,7 +49,7 @@ def test_padding_is_not_a_token(counting):
 
 
 @pytest.mark.slow
-def test_a_second_call_loses_nothing(counting):
+def test_second_call_returns_all_results(counting):
     """transformers, issue 45943: request numbers started over, and results of the second call were lost."""
     prompts = [[number] for number in range(1, 20)]
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_a_second_call_loses_nothing(counting):
 
 
 @pytest.mark.slow
-def test_no_token_is_lost_while_another_one_is_read(counting):
+def test_concurrent_readers_get_all_tokens(counting):
     """transformers, issue 40479: tokens arriving during an iteration were lost. Here, every reader gets all tokens."""
     handle = counting.submit([20])
     slow, seen = [], {}
@@ -83,7 +83,7 @@ def test_no_token_is_lost_while_another_one_is_read(counting):
 
 
 @pytest.mark.slow
-def test_waiting_for_one_result_does_not_take_others(counting):
+def test_waiting_for_one_result_does_not_consume_others(counting):
     """transformers: a thread that waited for one id took the results of others, and put them back at the end."""
     handles = [counting.submit([number], max_new_tokens=1 + number % 5) for number in range(1, 17)]
     found: dict[int, list[int]] = {}
