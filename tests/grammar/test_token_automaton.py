@@ -63,7 +63,7 @@ def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
 def test_repr_shows_shapes(tok):
     automaton = automaton_of("yes|no", tok)
     assert repr(automaton).startswith(f"TokenAutomaton(classes=uint16[1, {len(tok)}], base=int32[1], part=int32[256], ")
-    assert repr(automaton).endswith("start=int32[], width=64)")
+    assert repr(automaton).endswith("start=int32[], width=64, kinds=256)")
 
 
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:

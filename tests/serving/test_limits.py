@@ -241,7 +241,7 @@ class TestAnswers:
             del answering._sizes.of
         assert response.status_code == 200, response.text
         [size] = found
-        assert size.total / 20 < len(response.content) <= size.most
+        assert size.total / 20 < len(response.content) <= size.limit
 
     def test_memory_is_released(self, http, service):
         http.post(ASK, json={"prompt": "a", "max_tokens": 5, "seed": 1})

@@ -25,7 +25,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxgen.buckets import cache_slots
-from jaxgen.core.model.cache_storage import SCALED, LayerState, ScaledSlots, Slots, as_numbers, as_stored, empty_slots
+from jaxgen.core.model.cache_storage import (
+    SCALED,
+    LayerState,
+    ScaledSlots,
+    Slots,
+    as_numbers,
+    as_stored,
+    empty_slots,
+    write,
+)
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.errors import InputError
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
@@ -419,25 +428,3 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
     filled = jnp.where(column < repeat_rows(part.length, rows)[:, None], start + column, slots + column)
     new = jax.tree.map(lambda x: repeat_rows(x, rows), part.layers)
     return dataclasses.replace(merged, layers=write(merged.layers, new, filled))
-
-
-def write(buffer: Any, new: Any, slots: jax.Array) -> Any:
-    """Write arrays `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; skip slots past the end.
-
-    Both are arrays or trees of arrays. Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head is
-    written by a separate scatter operation. XLA can therefore write in place inside a loop, even if rows write to
-    different slots. On a mesh, each device writes only the rows and heads that it stores.
-    """
-    return jax.tree.map(functools.partial(_write, slots), buffer, new)
-
-
-def _write(slots: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
-    def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
-
-    if new.shape[0] != buffer.shape[0]:
-        rows, (heads, _, *size) = buffer.shape[0], new.shape[1:]
-        new = new.reshape(rows, -1, *new.shape[1:]).swapaxes(1, 2).reshape(rows, heads, -1, *size)
-        slots = slots.reshape(rows, -1)
-    slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
-    return jax.vmap(jax.vmap(write_head))(buffer, new, slots)

@@ -5,7 +5,8 @@ Keys and values are stored as floats, as the bits of 16-bit floats, or as 8-bit 
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, Self
+import functools
+from typing import Any, ClassVar, Protocol, Self
 
 import flax.struct
 import jax
@@ -102,3 +103,25 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
     if isinstance(x, ScaledSlots):
         return (x.values.astype(jnp.float32) * x.scales[..., None]).astype(dtype)
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
+
+
+def write(buffer: Any, new: Any, slots: jax.Array) -> Any:
+    """Write arrays `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; skip slots past the end.
+
+    Both are arrays or trees of arrays. Rows b*c to b*c + c - 1 write to row b of the buffer. Each row and head is
+    written by a separate scatter operation. XLA can therefore write in place inside a loop, even if rows write to
+    different slots. On a mesh, each device writes only the rows and heads that it stores.
+    """
+    return jax.tree.map(functools.partial(_write, slots), buffer, new)
+
+
+def _write(slots: jax.Array, buffer: jax.Array, new: jax.Array) -> jax.Array:
+    def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
+    if new.shape[0] != buffer.shape[0]:
+        rows, (heads, _, *size) = buffer.shape[0], new.shape[1:]
+        new = new.reshape(rows, -1, *new.shape[1:]).swapaxes(1, 2).reshape(rows, heads, -1, *size)
+        slots = slots.reshape(rows, -1)
+    slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
+    return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
