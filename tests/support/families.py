@@ -31,7 +31,15 @@ CONFIGS = {
     "phi3": {
         "model_type": "phi3",
         "sliding_window": None,
-        "original_max_position_embeddings": 18,
+        "original_max_position_embeddings": 40,
+        "max_position_embeddings": 128,
+        "rope_scaling": _LONG,
+        "partial_rotary_factor": 0.5,
+    },
+    "phi3-long": {
+        "model_type": "phi3",
+        "sliding_window": None,
+        "original_max_position_embeddings": 2,  # all rows with more tokens use the long factors
         "max_position_embeddings": 64,
         "rope_scaling": _LONG,
         "partial_rotary_factor": 0.5,
