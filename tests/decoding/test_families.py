@@ -113,7 +113,7 @@ def test_engine(family):
     cfg = config(family, **MODES["sampled"])
     with Engine(PARAMS[family], cfg, KEY, slots=2, prompt_width=16) as engine:
         handles = [engine.submit({"ids": row, "key": key}) for row, key in zip(ROWS, KEYS, strict=True)]
-        found = [handle.result(60)[0].tokens for handle in handles]
+        found = [handle.result(300)[0].tokens for handle in handles]
     assert found == all_generated(run(family, "sampled"))
 
 
