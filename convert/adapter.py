@@ -22,6 +22,7 @@ from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
 from jaxgen.core.model.causal_lm import FUSED, param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.layout import parts_of
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.sharding import mesh_of, shard_params
 from jaxgen.core.model.weights import Quantized
@@ -46,6 +47,7 @@ _KNOWN = set(
 )
 # Values of init_lora_weights that set only the adapter's initial values. All other values also change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_Update = tuple[np.ndarray, np.ndarray]  # (A, scale * B) with shapes float32[r, in] and float32[out, r]
 
 
 def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
         CheckpointError: a file cannot be read, a tensor does not fit the model or the adapter's own config, or an
             adapter uses an unsupported feature (DoRA, trained biases, other saved modules, ...). An embedding or head
             saved with the adapter must be that of the model. The message lists all problems.
-        InputError: the list is empty, or the parameters have fused projections or already have an adapter.
+        InputError: the list is empty, `fuse_projections` fused the parameters, or they already have an adapter.
     """
     is_stack = not isinstance(path, str | Path)
     paths = list(path) if is_stack else [path]
@@ -83,11 +85,11 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
     model = model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
     for name, weight in weights.items():
-        if any(part in FUSED for part in name.split(".")):
+        if not model.family.fused and any(part in FUSED for part in name.split(".")):
             raise InputError("params have fused projections: attach the adapter first, then call fuse_projections")
         if isinstance(weight, LowRank | Adapters):
             raise InputError(f"params have an adapter already ({name}): attach all of them at once, as a list")
-    updates = read_updates(paths, model, weights)
+    updates = [_as_in(weights, update, model) for update in read_updates(paths, model, weights)]
     for name in sorted({name for update in updates for name in update}):
         key = f"{name}.weight"
         weights[key] = _attached(weights[key], [update.get(name) for update in updates], is_stack)
@@ -98,7 +100,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 def read_updates(
     paths: Sequence[str | Path], model: ModelConfig, weights: Mapping[str, Any]
-) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+) -> list[dict[str, _Update]]:
     """Return each adapter's updates by module: pairs (A, scale * B) with shapes float32[r, in] and float32[out, r].
 
     `weights` are the model's weights by name, in files or in memory.
@@ -133,7 +135,8 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
     """Write the adapter attached to `params` to a directory that PEFT can load.
 
     The stored matrix B includes the scale, so `lora_alpha` is the rank. `params` must have a single adapter, with a
-    `LowRank` for each updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
+    `LowRank` for each updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`. The updates of
+    projections that `fuse_projections` fused are written as those of the original matrices, which share A.
 
     Args:
         params: the parameters.
@@ -146,7 +149,7 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
         InputError: `params` has no adapter, or more than one adapter.
         CheckpointError: `path` exists and cannot be replaced.
     """
-    model_of(cfg)
+    model = model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
     if any(isinstance(weight, Adapters) for weight in weights.values()):
         raise InputError("params have several adapters, but a directory stores only one: attach only the one to save")
@@ -155,12 +158,21 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
         raise InputError("params have no adapter: attach one with load_adapter or jaxgen.training.lora.attach")
     if _EMBEDDING in updates:
         raise InputError("the embedding has an update, which cannot be saved: leave it out")
-    arrays = {}
+    stored = {}
     for name, update in updates.items():
-        arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.asarray(update.a)
-        arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.asarray(update.b)
+        stored |= _separate(name, (np.asarray(update.a), np.asarray(update.b)), model, not model.family.fused)
+    if separate := [name for name in stored if f"{name}.weight" not in param_shapes(model)]:
+        raise InputError(
+            f"{separate[0]} has an update, but {model.model_type} stores this projection in a fused matrix: attach "
+            "adapters to params that are not split across a mesh"
+        )
+    arrays = {
+        f"{_PREFIX}{name}.lora_{letter}.weight": x
+        for name, pair in stored.items()
+        for letter, x in zip("AB", pair, strict=True)
+    }
     with new_directory(Path(path), overwrite=overwrite) as directory:
-        write_json(directory / _CONFIG, _config({name: x.a.shape[0] for name, x in updates.items()}, base))
+        write_json(directory / _CONFIG, _config({name: a.shape[0] for name, (a, _) in stored.items()}, base))
         write_file(directory / ADAPTER, arrays)
 
 
@@ -172,7 +184,24 @@ def _config(ranks: Mapping[str, int], base: str) -> dict[str, Any]:
     return config | {"target_modules": sorted(ranks), "bias": "none", "fan_in_fan_out": False}
 
 
-def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | None], is_stack: bool) -> Any:
+def _as_in(weights: Mapping[str, Any], updates: Mapping[str, _Update], model: ModelConfig) -> dict[str, _Update]:
+    """Return updates for the projections that `weights` have: if these are separate, fused updates are split."""
+    result: dict[str, _Update] = {}
+    for name, update in updates.items():
+        result |= _separate(name, update, model, f"{name}.weight" not in weights)
+    return result
+
+
+def _separate(name: str, update: _Update, model: ModelConfig, wanted: bool) -> dict[str, _Update]:
+    """Return the updates of a fused projection's parts if this is wanted; they share A. Others remain as they are."""
+    parent, _, module = name.rpartition(".")
+    if not wanted or module not in FUSED:
+        return {name: update}
+    a, b = update
+    return {f"{parent}.{part}": (a, b[start:end]) for part, start, end in parts_of(module, model)}
+
+
+def _attached(weight: Any, updates: Sequence[_Update | None], is_stack: bool) -> Any:
     """Attach updates to a weight; an adapter without an update for this weight gets zeros."""
     found = [update for update in updates if update is not None]
     dtype = weight.dtype
@@ -191,7 +220,7 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
 
 def _read(
     path: Path, model: ModelConfig, weights: Mapping[str, Any]
-) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], list[str], list[str]]:
+) -> tuple[dict[str, _Update], list[str], list[str]]:
     """Return an adapter's updates, a list of problems, and notes about what is ignored."""
     file = path / _CONFIG
     config, faults = read_json(file)

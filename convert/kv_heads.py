@@ -17,19 +17,20 @@ from convert.hf import Checkpoint, check_params
 from convert.quantized import kind_in
 from convert.tensors import DerivedTensor, Tensor
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
+from jaxgen.core.model.causal_lm import projection_sizes
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.layout import separate
 from jaxgen.errors import ConfigError
 
-_PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bias)")
+_NAMES = re.compile(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|qkv_proj|k_norm)\.(?:weight|bias)")
 
 
 def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[Any, GenerationConfig]:
     """Return the parameters and config with only `kv_heads` key-value heads, each the mean of a group of heads.
 
-    `params` are nested as `load_hf` returns them; arrays other than key and value projections are returned unchanged.
-    Means are computed in float32 and returned in the dtype of the heads. Unless the heads in each group are equal, the
-    model's outputs change, and the model needs more training.
+    `params` are nested as `load_hf` returns them. Only key and value projections, and norms of all keys together, are
+    changed. Means are computed in float32 and returned in the dtype of the heads. Unless the heads in each group are
+    equal, the model's outputs change, and the model needs more training.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
@@ -42,7 +43,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
         raise ConfigError("params are quantized, so their heads cannot be pooled: load them with quantize='none'")
 
     def pool(path: tuple, array: Any) -> Any:
-        if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
+        if _matched(".".join(entry.key for entry in path), model) is None:
             return array
         return _means(array, pooled).astype(array.dtype)
 
@@ -60,14 +61,17 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     pooled = _with_kv_heads(model, kv_heads)
     group = model.num_key_value_heads // pooled.num_key_value_heads
 
-    def pool(tensor: Tensor) -> Tensor:
-        shape = (tensor.shape[0] // group, *tensor.shape[1:])
-        smaller = dataclasses.replace(tensor, shape=shape, nbytes=tensor.nbytes // group)
-        return DerivedTensor(**vars(smaller), compute=functools.partial(_means, model=pooled))
+    def pool(tensor: Tensor, queries: int) -> Tensor:
+        """Return a tensor whose rows after the first `queries` are pooled."""
+        shape = (queries + (tensor.shape[0] - queries) // group, *tensor.shape[1:])
+        nbytes = tensor.nbytes // tensor.shape[0] * shape[0]
+        smaller = dataclasses.replace(tensor, shape=shape, nbytes=nbytes)
+        return DerivedTensor(**vars(smaller), compute=functools.partial(_pooled_rows, queries=queries, model=pooled))
 
-    weights = {
-        name: pool(tensor) if _PROJECTIONS.fullmatch(name) else tensor for name, tensor in checkpoint.weights.items()
-    }
+    weights = dict(checkpoint.weights)
+    for name, tensor in weights.items():
+        if module := _matched(name, model):
+            weights[name] = pool(tensor, projection_sizes(model)["qkv_proj"][0] if module == "qkv_proj" else 0)
     config = checkpoint.config | {"num_key_value_heads": pooled.num_key_value_heads}
     return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), weights=weights)
 
@@ -85,6 +89,21 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
             f"kv_heads must be less than the model's {there} key-value heads and divide them: {numbers}; got {kv_heads}"
         )
     return dataclasses.replace(model, num_key_value_heads=int(kv_heads))
+
+
+def _matched(name: str, model: ModelConfig) -> str | None:
+    """Return the module of a parameter whose rows belong to key-value heads, such as "k_proj"; None for others."""
+    match = _NAMES.fullmatch(name)
+    if match is None or (match[1] == "k_norm" and model.family.norms.queries_keys != "projection"):
+        return None
+    return match[1]
+
+
+def _pooled_rows(array: np.ndarray, queries: int, model: ModelConfig) -> np.ndarray:
+    """Pool the rows after the first `queries`: those of keys, values, or keys and then values."""
+    kinds = 2 if queries else 1
+    pooled = [_means(part, model) for part in np.split(array[queries:], kinds)]
+    return np.concatenate([array[:queries], *pooled])
 
 
 def _means(array: Any, model: ModelConfig) -> Any:

@@ -121,10 +121,10 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     if options.eval_data is not None:
         held_out = _rows(options.eval_data, read_examples(options.eval_data, tokenizer), width, model)
     if options.targets is not None:
-        lora.check_targets(options.targets)
+        lora.check_targets(options.targets, lora.targets_of(model))
     cfg = _train_config(options, source, len(rows.ids))
     config, generation = _with_endings(source, tokenizer, examples)
-    targets = options.targets or lora.TARGETS
+    targets = options.targets or lora.targets_of(model)
     run = f"{_fingerprint(source, rows, held_out)} batch {options.batch} warmup {options.warmup} rank {options.lora}"
     run += f" targets {sorted(targets)}" if options.lora else ""
     job = _TrainJob(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, targets, run)

@@ -49,7 +49,7 @@ def parser() -> arguments.Parser:
     arguments.add_weights(add, "for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
-    targets = "matrices that get updates, separated by commas, such as q_proj,v_proj (default: all 7 of a layer)"
+    targets = "matrices that get updates, separated by commas, such as q_proj,v_proj (default: all of a layer)"
     add("--targets", type=_names, metavar="NAMES", help=targets)
     kept = "write the updates to --out as an adapter in PEFT's format, instead of a checkpoint with the updates"
     add("--save-adapter", action="store_true", help=kept)

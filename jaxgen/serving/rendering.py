@@ -12,7 +12,7 @@ from jaxgen.core.text.tokenizer import Tokenizer
 from jaxgen.serving import thoughts
 from jaxgen.serving.conversation import Dialect, dialect_of, read_messages, template_messages
 from jaxgen.serving.formats.format import CallParser, Format
-from jaxgen.serving.formats.formats import format_of
+from jaxgen.serving.formats.formats import check_format, format_of
 from jaxgen.serving.http_errors import ApiError
 from jaxgen.serving.protocol import ChatMessage, ChatRequest, TokenizeRequest
 from jaxgen.serving.thoughts import Tags, ThoughtParser
@@ -85,6 +85,8 @@ class Renderer:
         template = self._tokenizer.chat_template_for(for_template)
         form = format_of(template)
         read = read_messages(request.messages or ())
+        if for_template is not None or any(message.tool_calls for message in read):
+            check_format(template)
         messages = template_messages(read, self._dialect(read, for_template is not None), form)
         prompted, variables = request.add_generation_prompt, _variables(request)
 

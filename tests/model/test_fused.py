@@ -91,8 +91,10 @@ def test_unsupported_uses_of_fused_projections_are_refused(tmp_path):
         fuse_projections(shard_params(params, MODEL, mesh))
     with pytest.raises(InputError, match="params have fused projections"):
         shard_params(fused, MODEL, mesh)
-    with pytest.raises(InputError, match="params have the fused projection"):
-        lora.init(fused, 2, jax.random.key(0))
+    with pytest.raises(
+        InputError, match="params have no q_proj: choose from down_proj, gate_up_proj, o_proj, qkv_proj"
+    ):
+        lora.init(fused, 2, jax.random.key(0), ("q_proj",))
     cfg = GenerationConfig(model=MODEL)
     assert equal(pool_kv_heads(fused, cfg, 1)[0], pool_kv_heads(params, cfg, 1)[0])
 

@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -339,6 +340,22 @@ def test_thinking_fields_reach_the_template(fields, closes):
     assert prompt.text.endswith("<think>\n\n</think>\n\n") == closes
     assert not prompt.is_open
     assert (prompt.before is None) == closes
+
+
+CHATS = Path(__file__).parents[1] / "goldens" / "seed0" / "chats"
+
+
+def test_formats_that_are_not_implemented_are_refused():
+    granite = Renderer(Tokenizer.from_pretrained(CHATS / "granite"), True)
+    tools = tools_of([{"type": "function", "function": {"name": "weather"}}])
+    own = r"tools: this model writes calls after <\|tool_call\|>, a format that is not implemented"
+    for messages, given in (([USER], tools), (HISTORY, None)):
+        with pytest.raises(InputError, match=own):
+            granite.prompt(chat_request(messages=messages), given)
+    assert "Weather?" in granite.prompt(chat_request(messages=[USER]), None).text
+    smollm3 = Renderer(Tokenizer.from_pretrained(CHATS / "smollm3"), True).prompt(chat_request(messages=[USER]), tools)
+    assert isinstance(smollm3.form, Hermes)
+    assert "'name': 'weather'" in smollm3.text
 
 
 # Qwen's template

@@ -114,8 +114,8 @@ class TestEncode:
         ("flags", "before", "after"),
         [({}, [1], []), ({"add_bos_token": False, "add_eos_token": True}, [], [2])],
     )
-    @pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
-    def test_llama_class_adds_tokens_named_in_the_config(self, name, flags, before, after):
+    @pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"])
+    def test_some_classes_add_tokens_named_in_the_config(self, name, flags, before, after):
         inner = llama().encode("hell", add_special_tokens=False)
         assert llama(tokenizer_class=name, **flags).encode("hell") == before + inner + after
 
@@ -123,9 +123,10 @@ class TestEncode:
         tok = llama(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=False, add_eos_token=True)
         assert tok.encode("hell") == llama().encode("hell")
 
-    def test_llama_class_without_bos_is_refused(self):
+    @pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer"])
+    def test_some_classes_without_bos_are_refused(self, name):
         with pytest.raises(ConfigError, match="add_bos_token is true"):
-            llama(tokenizer_class="LlamaTokenizer", bos_token=None)
+            llama(tokenizer_class=name, bos_token=None)
 
     def test_truncation_counts_added_tokens(self):
         full = llama().encode("hello there")
@@ -786,6 +787,23 @@ class TestFiles:
         backend.add_special_tokens(["<|endoftext|>"])
         tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": model_type}))
         assert (tok.bos_token, tok.eos_token, tok.pad_token_id) == (None, "<|endoftext|>", len(tok) - 1)
+        assert tok.encode("hell") == byte_level().encode("hell")
+
+    @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "gemma3"])
+    def test_gemma_class_from_config_json(self, tmp_path, model_type):
+        backend = llama_backend()
+        backend.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": model_type}))
+        assert (tok.bos_token, tok.eos_token, tok.pad_token, tok.unk_token) == ("<bos>", "<eos>", "<pad>", "<unk>")
+        assert tok.encode("hell") == [tok.bos_token_id, *llama().encode("hell")[1:]]
+        assert tok.clean_up_tokenization_spaces is False
+
+    @pytest.mark.parametrize("model_type", ["granite", "olmo2", "olmo3"])
+    def test_gpt2_class_from_config_json(self, tmp_path, model_type):
+        backend = byte_level_backend()
+        backend.add_special_tokens(["<|endoftext|>"])
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": model_type}))
+        assert (tok.bos_token, tok.eos_token, tok.pad_token) == ("<|endoftext|>", "<|endoftext|>", None)
         assert tok.encode("hell") == byte_level().encode("hell")
 
     def test_unknown_model_types_have_no_default_class(self, tmp_path):

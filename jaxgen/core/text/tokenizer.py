@@ -80,7 +80,7 @@ class Tokenizer:
         self.eos_token, self.eos_token_id = self._special("eos_token")
         self.unk_token, self.unk_token_id = self._special("unk_token")
         self.pad_token, self.pad_token_id = self._special("pad_token")
-        if tokenizer_class == "LlamaTokenizer":
+        if "add_bos_token" in CLASS_DEFAULTS.get(tokenizer_class, {}):
             self._rebuild_post_processor(config["add_bos_token"], config["add_eos_token"])
 
         self.clean_up_tokenization_spaces: bool = config.get("clean_up_tokenization_spaces", True)
@@ -111,8 +111,9 @@ class Tokenizer:
         over a template with this name. As in HF, special_tokens_map.json and added_tokens.json are read only if the
         config has no `added_tokens_decoder`. config.json is read only if the config does not name a tokenizer class.
 
-        tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and LlamaTokenizerFast. For
-        these two classes, the config's `add_bos_token` (on by default) and `add_eos_token` apply instead, as in HF.
+        tokenizer.json determines whether BOS and EOS are added, except for LlamaTokenizer and GemmaTokenizer. For these
+        classes, with or without "Fast", the config's `add_bos_token` (on by default) and `add_eos_token` apply instead,
+        as in HF.
 
         Raises:
             InputError: the directory has no fast tokenizer.
@@ -409,7 +410,7 @@ class Tokenizer:
         return self.clean_up_tokenization_spaces if choice is None else choice
 
     def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:
-        """Replace the post-processor of tokenizer.json, as HF's LlamaTokenizerFast does."""
+        """Replace the post-processor of tokenizer.json, as HF's LlamaTokenizerFast and GemmaTokenizerFast do."""
         added = []
         for name, wanted in (("bos_token", add_bos), ("eos_token", add_eos)):
             token, token_id = self._special(name)

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from jaxgen.core.model.families import FAMILIES
+from jaxgen.core.model.families import FAMILIES, TEXT_PARTS
 from jaxgen.core.text import chat_template
 from jaxgen.core.text.tokenizer_file import library_errors
 from jaxgen.errors import ConfigError, shown
@@ -35,6 +35,16 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
     },
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+    },
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
 }
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "tokenizer_class": str,
@@ -53,7 +63,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "tokenizer_config.json") or {}
     if not config.get("tokenizer_class"):
         model = read_json(directory / "config.json") or {}
-        family = FAMILIES.get(str(model.get("model_type")))
+        model_type = str(model.get("model_type"))
+        family = FAMILIES.get(TEXT_PARTS[model_type][0] if model_type in TEXT_PARTS else model_type)
         config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
     if "added_tokens_decoder" not in config:
         additional = _additional(directory, config)
