@@ -205,7 +205,7 @@ def write(folder: pathlib.Path, backend: tokenizers.Tokenizer, config: dict) -> 
     config |= {"added_tokens_decoder": listed, "chat_template": template}
     files = {"tokenizer": content, "tokenizer_config": config, "config": {"model_type": family}}
     for name, value in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (folder / f"{name}.json").write_text(json.dumps(value, ensure_ascii=False) + "\n", "utf-8")
 
 
 def encodings(tokenizer) -> list[dict]:
@@ -254,7 +254,7 @@ def main() -> None:
                 tokenizer.save_pretrained(folder)
     for file, content in {"encodings": encoded, "prompts": prompts}.items():
         if content:
-            (out / f"{file}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            (out / f"{file}.json").write_text(json.dumps(content, ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
