@@ -210,9 +210,9 @@ _MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131
 
 _TANH = "gelu_pytorch_tanh"
 _GEMMA = _DEFAULTS | {"head_dim": 256, "max_position_embeddings": 8192, "hidden_act": _TANH}
-_GEMMA |= {"tie_word_embeddings": True}
-_GEMMA2 = _GEMMA | {"hidden_activation": _TANH, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA |= {"num_key_value_heads": 16, "tie_word_embeddings": True}
+_GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": _TANH, "query_pre_attn_scalar": 256}
+_GEMMA2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = _GEMMA2 | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 _GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # In the first files, "gelu" means the approximation by tanh, as in transformers.
@@ -222,7 +222,7 @@ _GEMMA2_FIELDS = {"query_pre_attn_scalar": positive(), "final_logit_softcapping"
 _GRANITE_FIELDS: dict[str, Field] = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), positive()
 )
-_OLMO2 = _DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 2048}
+_OLMO2 = _DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _OLMO_NORMS = NormRule(before=False, after=True, queries_keys="projection", rounds_last=True)
 _SMOLLM3 = _DEFAULTS | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True}
 _SMOLLM3 |= {"rope_theta": 2e6, "no_rope_layer_interval": 4}
@@ -338,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         "Olmo3ForCausalLM",
         "GPT2Tokenizer",
         THREE_OF_FOUR,
-        _OLMO2 | {"sliding_window": 4096},
+        _OLMO2 | {"rope_theta": 500000.0, "sliding_window": 4096},
         ropes=by_window(None, only_theta=500000.0),
         norms=_OLMO_NORMS,
         rotates_in_float32=True,
