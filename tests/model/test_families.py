@@ -36,7 +36,8 @@ def difference(monkeypatch, name, change, dtype="float32"):
     if dtype != "float32":
         expected = np.asarray(forward(model, params, jnp.asarray(ids)[None]).logits[0])
     logits = forward(change(monkeypatch, model), params, jnp.asarray(ids)[None]).logits[0]
-    return np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
+    largest = np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
+    return np.nan_to_num(largest, nan=np.inf)
 
 
 def replaced(**fields):
@@ -166,14 +167,15 @@ CHANGES = {
     },
 }
 
-CASES = [(name, number) for name, changes in CHANGES.items() for number in changes]
+CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
+IN_DEFAULT_RUN = [("gemma2", "cap of scores"), ("gemma3", "the other RoPE"), ("granite", "logits")]
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [case if case[1] == next(iter(CHANGES[case[0]])) else slow(case)[0] for case in CASES]
+    ("name", "change"), [*IN_DEFAULT_RUN, *slow(*(case for case in CASES if case not in IN_DEFAULT_RUN))]
 )
 def test_each_property_changes_the_logits(monkeypatch, name, change):
-    assert difference(monkeypatch, name, CHANGES[name][change]) > 5e-4  # the tolerance of parity tests is 1e-4
+    assert difference(monkeypatch, name, CHANGES[name][change]) > 1e-4  # the tolerance of the parity tests
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def runs(mode, *in_default_run):
             yield pytest.param(run, id=run["checkpoint"], marks=marks)
 
 
-@pytest.mark.parametrize("run", runs("beams"))
+@pytest.mark.parametrize("run", list(runs("beams")))
 def test_beam_search(run):
     params, cfg, ids, mask = prepare("newer", run)
     out = generate(params, ids, None, cfg, attention_mask=mask)
@@ -54,7 +54,7 @@ def test_drafts(run):
         assert case["near_tie"] or generated(out, row) == case["tokens"]
 
 
-@pytest.mark.parametrize("run", runs("sampling"))
+@pytest.mark.parametrize("run", list(runs("sampling")))
 def test_processed_scores(run):
     params, cfg, ids, mask = prepare("newer", run)
     cfg = cfg.replace(max_new_tokens=1, output_scores=True)
