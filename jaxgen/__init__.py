@@ -1,4 +1,4 @@
-"""transformers' generate() as a pure function in JAX, for Qwen, Llama and Mistral checkpoints.
+"""transformers' generate() as a pure function in JAX, for Qwen, Llama, Mistral, Gemma, Phi, Granite, ...
 
 Public names are imported on first use, so `import jaxgen` itself does not import jax or numpy.
 """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
-from modes_441 import draw_eos, draw_processors, run_tokens
+from modes_441 import draw_eos, draw_processors
 from options_441 import LONGEST, Material
-from oracle import Oracle
+from oracle import Oracle, run_assisted
 
 SETS, CASES = 15, 4
 # For each checkpoint, its possible assistants, which have the same vocabulary.
@@ -17,18 +15,6 @@ ASSISTANTS = {
     "qwen2-mqa": ("qwen2-mqa",),
     "llama-mqa-linear": ("llama-mqa-linear",),
 }
-
-
-def run_assisted(
-    oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool
-) -> list[int] | None:
-    """Return the tokens that are generated from one row, or None if one of them is banned."""
-    if assistant is not None:  # a copy, because a run changes num_assistant_tokens
-        draft = copy.deepcopy(assistant.model)
-        for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
-            setattr(draft.generation_config, name, options[name])
-        options = options | {"assistant_model": draft.double() if double else draft}
-    return run_tokens(oracle, ids, options, double)
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:

@@ -9,7 +9,18 @@ import json
 import pathlib
 
 import numpy as np
-from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
+from oracle import (
+    Checkpoint,
+    Oracle,
+    forward_goldens,
+    generate,
+    greedy_run,
+    run_assisted,
+    run_beams,
+    shape,
+    start,
+    write_lines,
+)
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -27,6 +38,18 @@ from transformers import (
 
 SMALL = shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2)
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def longrope(original: int) -> Phi3Config:
+    """Return a config whose rows use the long factors if they have more than `original` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 250.0, "partial_rotary_factor": 0.5}
+    return Phi3Config(
+        **SMALL,
+        max_position_embeddings=256,
+        original_max_position_embeddings=original,
+        rope_parameters=rope | {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+    )
+
 
 CHECKPOINTS = {
     "llama-llama3": Checkpoint(
@@ -134,32 +157,30 @@ CHECKPOINTS = {
             tie_word_embeddings=True,
         ),
     ),
-    # Other families, with everything in use that differs from Llama. A hidden size of 36 has an irrational square root.
+}
+# Further families, with everything in use that differs from Llama. 20 has an irrational square root.
+GEMMA = shape(vocab=97, hidden=20, mlp=24, layers=2, heads=4, kv_heads=2) | {"max_position_embeddings": 128}
+FIVE = shape(vocab=97, hidden=24, mlp=24, layers=5, heads=4, kv_heads=2) | {"max_position_embeddings": 128}
+FAMILIES = {
     "gemma": Checkpoint(
-        GemmaConfig(
-            **shape(vocab=97, hidden=36, mlp=40, layers=2, heads=4, kv_heads=2),
-            max_position_embeddings=128,
-            head_dim=16,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
-        ),
+        GemmaConfig(**GEMMA, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e3}),
     ),
     "gemma2": Checkpoint(
         Gemma2Config(
-            **shape(vocab=97, hidden=36, mlp=40, layers=5, heads=4, kv_heads=2),
-            max_position_embeddings=128,
-            head_dim=16,
+            **GEMMA | {"num_hidden_layers": 3},
+            head_dim=8,
             query_pre_attn_scalar=20,
             sliding_window=4,
             attn_logit_softcapping=3.0,
             final_logit_softcapping=5.0,
+            attention_bias=True,
             rope_parameters={"rope_type": "default", "rope_theta": 1e3},
         ),
     ),
     "gemma3": Checkpoint(
         Gemma3TextConfig(
-            **shape(vocab=97, hidden=36, mlp=40, layers=7, heads=4, kv_heads=2),
-            max_position_embeddings=128,
-            head_dim=16,
+            **GEMMA | {"num_hidden_layers": 4},
+            head_dim=8,
             query_pre_attn_scalar=20,
             sliding_window=4,
             sliding_window_pattern=3,
@@ -179,17 +200,8 @@ CHECKPOINTS = {
             tie_word_embeddings=True,
         ),
     ),
-    "phi3-longrope": Checkpoint(
-        Phi3Config(
-            **SMALL,
-            max_position_embeddings=256,
-            original_max_position_embeddings=64,
-            rope_parameters={
-                **{"rope_type": "longrope", "rope_theta": 250.0, "partial_rotary_factor": 0.5},
-                **{"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
-            },
-        ),
-    ),
+    "phi3-longrope-short": Checkpoint(longrope(64)),
+    "phi3-longrope-long": Checkpoint(longrope(4)),
     "granite": Checkpoint(
         GraniteConfig(
             **SMALL,
@@ -205,8 +217,7 @@ CHECKPOINTS = {
     ),
     "smollm3": Checkpoint(
         SmolLM3Config(
-            **shape(vocab=97, hidden=32, mlp=32, layers=5, heads=4, kv_heads=2),
-            max_position_embeddings=128,
+            **FIVE,
             use_sliding_window=True,
             sliding_window=4,
             rope_parameters={"rope_type": "default", "rope_theta": 100.0},
@@ -219,9 +230,9 @@ CHECKPOINTS = {
     ),
     "olmo3": Checkpoint(
         Olmo3Config(
-            **shape(vocab=97, hidden=32, mlp=32, layers=5, heads=4, kv_heads=2),
-            max_position_embeddings=128,
+            **FIVE,
             sliding_window=4,
+            attention_bias=True,
             rope_parameters={
                 "full_attention": YARN | {"rope_theta": 100.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -245,31 +256,82 @@ def spell_as_before_5(path: pathlib.Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
+def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator, lengths: tuple[int, ...]) -> dict:
     """Return 3 rows with one set of options. The first eos id is one that the first row would generate anyway."""
     options: dict = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
-    prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in (26, 3, 40)]
-    free = oracle.greedy(prompts[0], options)[0][26:]
+    prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in lengths]
+    free = oracle.greedy(prompts[0], options)[0][len(prompts[0]) :]
     options["eos_token_id"] = [free[9], int(rng.integers(0, oracle.vocab))]
     cases = [greedy_run(oracle, prompt, options, rng)[0] for prompt in prompts]
     return {"checkpoint": name, "options": options, "cases": cases}
 
 
+def mode_goldens(name: str, oracle: Oracle, assistant: Oracle, rng: np.random.Generator) -> list[dict]:
+    """Return one set of options, with its cases, for each other decode mode. `near_tie` is as in `modes_441`."""
+    ids = rng.integers(0, oracle.vocab, size=(3, 6))
+    prompts = [rng.choice(row, size=n).tolist() for row, n in zip(ids, (9, 14, 22), strict=True)]  # tokens repeat
+    base = {"max_new_tokens": 12, "pad_token_id": 0, "repetition_penalty": 1.2}
+    base["eos_token_id"] = rng.choice(oracle.vocab, size=2, replace=False).tolist()
+    beams = base | {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.7}
+    lookup = base | {"prompt_lookup_num_tokens": 4}
+    drafts = base | {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    sampling = base | {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9}
+
+    def tokens(prompt: list[int], options: dict, draft: Oracle | None) -> dict:
+        found, exact = (run_assisted(oracle, prompt, options, draft, double) for double in (False, True))
+        return {"tokens": found, "near_tie": exact != found}
+
+    def searched(prompt: list[int], options: dict) -> dict:
+        found, exact = (run_beams(oracle, prompt, options, double) for double in (False, True))
+        return found | {"near_tie": exact["sequences"] != found["sequences"]}
+
+    def scores(prompt: list[int], options: dict) -> dict:
+        found, exact = (first_scores(oracle, prompt, options, double) for double in (False, True))
+        near = [score is None for score in found] != [score is None for score in exact]
+        return {"first_scores": found, "near_tie": near}
+
+    runs = {
+        "beams": (beams, lambda prompt: searched(prompt, beams)),
+        "prompt_lookup": (
+            lookup := base | {"prompt_lookup_num_tokens": 4},
+            lambda prompt: tokens(prompt, lookup, None),
+        ),
+        "assisted": (assisted := base | drafts, lambda prompt: tokens(prompt, assisted, assistant)),
+        "sampling": (sampling, lambda prompt: scores(prompt, sampling)),
+    }
+    return [
+        {"checkpoint": name, "mode": mode, "options": options, "cases": [{"ids": ids} | run(ids) for ids in prompts]}
+        for mode, (options, run) in runs.items()
+    ]
+
+
+def first_scores(oracle: Oracle, ids: list[int], options: dict, double: bool) -> list[float | None]:
+    """Return the processed scores of the first sampled token; None stands for -inf."""
+    scores = generate(oracle, ids, options | {"max_new_tokens": 1}, double).scores[0][0].tolist()
+    return [None if score == -np.inf else score for score in scores]
+
+
 def main() -> None:
     """Make all goldens."""
     seed, out = start("5.23.0")
-    groups = []
-    for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
+    groups, modes = [], []
+    assistant = None
+    for i, (name, checkpoint) in enumerate((CHECKPOINTS | FAMILIES).items()):
         rng = np.random.default_rng([seed, 3, i])
         path = out / "checkpoints" / name
         checkpoint.save(path, rng)
         if name in OLD_SPELLING:
             spell_as_before_5(path / "config.json")
         oracle = Oracle(path)
-        arrays = forward_goldens(oracle, [7, 30, 48], rng)
+        assistant = assistant or oracle
+        full = name in FAMILIES
+        arrays = forward_goldens(oracle, [5, 18, 11] if full else [7, 30, 48], rng, full=full)
         np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
-        groups.append(greedy_goldens(name, oracle, rng))
+        groups.append(greedy_goldens(name, oracle, rng, (26, 9, 40) if full else (26, 3, 40)))
+        if full:
+            modes += mode_goldens(name, oracle, assistant, rng)
     write_lines(out / "greedy.json", groups)
+    write_lines(out / "modes.json", modes)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from options_441 import LONGEST, VALUES, Material
-from oracle import Oracle
+from oracle import Oracle, run_beams, run_tokens
 from transformers import ConstrainedBeamSearchScorer
 
 BEAM_SETS, GROUP_SETS, CONSTRAINED_SETS, CONTRASTIVE_SETS, CASES = 40, 15, 15, 15, 4
@@ -62,37 +60,6 @@ def draw_processors(number: int, eos: int | list[int] | None, material: Material
     if eos is None:
         drawn.pop("min_new_tokens", None)
     return drawn
-
-
-def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
-    """Generate from one row."""
-    oracle.reset()
-    model = copy.deepcopy(oracle.model).double() if double else oracle.model
-    torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
-    prompt = torch.tensor([ids])
-    options = options | {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
-    if "sequence_bias" in options:
-        options["sequence_bias"] = {tuple(ids): bias for ids, bias in options["sequence_bias"]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    torch.set_default_dtype(torch.float32)
-    return out
-
-
-def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
-    """Run a beam search of one row. Return the sequences without prompt and padding, their scores and beam indices."""
-    out = generate(oracle, ids, options, double)
-    eos = options["eos_token_id"]
-    ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
-    sequences, indices = [], []
-    for sequence, places in zip(out.sequences[:, len(ids) :].tolist(), out.beam_indices.tolist(), strict=True):
-        length = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
-        ended = length < len(sequence)
-        # transformers writes the first eos id, whichever one ended the beam, so it is left out.
-        sequences.append({"tokens": sequence[:length], "ended": ended})
-        indices.append(places[: length + ended])
-    return {"sequences": sequences, "scores": out.sequences_scores.tolist(), "beam_indices": indices}
 
 
 def is_sound(result: dict) -> bool:
@@ -189,15 +156,6 @@ def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             cases = beam_cases(oracle, prompts, options)
         sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets
-
-
-def run_tokens(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
-    """Return the tokens that are generated from one row, or None if one of them is banned."""
-    out = generate(oracle, ids, options, double)
-    # Prompt lookup can generate more tokens than requested.
-    tokens = out.sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
-    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores[: len(tokens)], tokens, strict=True))
-    return None if banned else tokens
 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:

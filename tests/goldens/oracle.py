@@ -164,6 +164,58 @@ def greedy_run(
         prompt = rng.integers(0, oracle.vocab, size=len(prompt)).tolist()
 
 
+def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
+    """Generate from one row, in float32 or (with `double`) in float64."""
+    oracle.reset()
+    model = copy.deepcopy(oracle.model).double() if double else oracle.model
+    torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
+    prompt = torch.tensor([ids])
+    options = {"do_sample": False} | options | {"output_scores": True, "return_dict_in_generate": True}
+    if "sequence_bias" in options:
+        options["sequence_bias"] = {tuple(ids): bias for ids, bias in options["sequence_bias"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    torch.set_default_dtype(torch.float32)
+    return out
+
+
+def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
+    """Run a beam search of one row. Return the sequences without prompt and padding, their scores and beam indices."""
+    out = generate(oracle, ids, options, double)
+    eos = options["eos_token_id"]
+    ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
+    sequences, indices = [], []
+    for sequence, places in zip(out.sequences[:, len(ids) :].tolist(), out.beam_indices.tolist(), strict=True):
+        length = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
+        ended = length < len(sequence)
+        # transformers writes the first eos id, whichever one ended the beam, so it is left out.
+        sequences.append({"tokens": sequence[:length], "ended": ended})
+        indices.append(places[: length + ended])
+    return {"sequences": sequences, "scores": out.sequences_scores.tolist(), "beam_indices": indices}
+
+
+def run_tokens(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
+    """Return the tokens that are generated from one row, or None if one of them is banned."""
+    out = generate(oracle, ids, options, double)
+    # Prompt lookup can generate more tokens than requested.
+    tokens = out.sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
+    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores[: len(tokens)], tokens, strict=True))
+    return None if banned else tokens
+
+
+def run_assisted(
+    oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool
+) -> list[int] | None:
+    """Return the tokens that are generated from one row, or None if one of them is banned."""
+    if assistant is not None:  # a copy, because a run changes num_assistant_tokens
+        draft = copy.deepcopy(assistant.model)
+        for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
+            setattr(draft.generation_config, name, options[name])
+        options = options | {"assistant_model": draft.double() if double else draft}
+    return run_tokens(oracle, ids, options, double)
+
+
 def write_lines(path: pathlib.Path, items: list[dict]) -> None:
     """Write a JSON array, one item per line."""
     path.write_text("[\n" + ",\n".join(json.dumps(item) for item in items) + "\n]\n")

@@ -8,6 +8,7 @@ import pytest
 from jaxgen import ConfigError, ModelConfig, RopeConfig
 from jaxgen.core.model import config_keys
 from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.config import LayerSpec
 from jaxgen.core.model.families import FAMILIES
 from jaxgen.core.model.rope import inverse_frequencies
 from jaxgen.errors import JaxgenWarning
@@ -35,7 +36,7 @@ def test_reads_a_qwen2_config():
     assert not cfg.output_bias
     assert cfg.windows == (None, None)
     assert cfg.dtype == "bfloat16"
-    assert cfg.rope == RopeConfig("default", 10000.0)
+    assert cfg.layers == (LayerSpec(None, RopeConfig("default", 10000.0)),) * 2
     assert hash(cfg) == hash(ModelConfig.from_hf({**CONFIG, "torch_dtype": "bfloat16"}))
 
 
@@ -64,7 +65,7 @@ def test_a_missing_key_has_the_default_of_its_class(model_type, heads, length, h
     assert (cfg.num_key_value_heads, cfg.max_position_embeddings, cfg.windows) == (heads, length, windows)
     assert cfg.head_dim == (head_dim if model_type == "qwen3" else 2)
     assert (cfg.hidden_act, cfg.rms_norm_eps, cfg.tie_word_embeddings) == ("silu", 1e-6, False)
-    assert cfg.rope == RopeConfig("default", 10000.0)
+    assert cfg.ropes == (RopeConfig("default", 10000.0),)
     assert (cfg.attention_bias, cfg.mlp_bias) == (model_type == "qwen2", False)
 
 
@@ -336,9 +337,9 @@ def test_both_spellings_of_the_dtype():
         ({"head_dim": "8"}, "head_dim"),
         ({"attention_dropout": "x"}, "attention_dropout"),
         ({"attention_bias": True}, "attention_bias"),
-        ({**QWEN3, "mlp_bias": True}, "mlp_bias=True: only model_type llama can have it"),
+        ({**QWEN3, "mlp_bias": True}, "mlp_bias=True: only model_type llama, .* can have it"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number >= 1 and < 2\\*\\*31, got 0"),
-        ({**MISTRAL, "attention_bias": True}, "attention_bias=True: only model_type qwen3, llama can have it"),
+        ({**MISTRAL, "attention_bias": True}, "attention_bias=True: only model_type qwen3, llama, .* can have it"),
         ({**MISTRAL, "use_sliding_window": True}, "use_sliding_window=True"),
         ({**MISTRAL, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"model_type": "llama", "use_sliding_window": True}, "llama has no sliding windows"),
@@ -392,7 +393,7 @@ def test_faults_of_every_kind_are_reported_together():
         "vocab_size must be a whole number >= 1 and < 2**31, got 0",
         "architectures must be a list with Qwen2ForCausalLM or Qwen2Model, got ['Other']",
         "use_mrope=True is not implemented",
-        "mlp_bias=True: only model_type llama can have it",
+        "mlp_bias=True: only model_type llama, granite, smollm3 can have it",
         "rope_scaling (rope_type linear): factor must be a number > 0 that fits into float32, got -1",
     ]
 
@@ -424,16 +425,21 @@ def test_faults_of_every_kind_are_reported_together():
 def test_families_differ_in_biases_norms_and_windows(config, biases, qk_norm, windows):
     cfg = ModelConfig.from_hf(config)
     assert (cfg.attention_bias, cfg.output_bias, cfg.mlp_bias) == biases
-    assert (cfg.qk_norm, cfg.windows) == (qk_norm, windows)
+    assert cfg.family.norms.queries_keys == ("head" if qk_norm else None)
+    assert cfg.windows == windows
     shapes = param_shapes(cfg)
     norms = {name: shapes.get(f"model.layers.1.self_attn.{name}_norm.weight") for name in "qk"}
     assert norms == dict.fromkeys("qk", (cfg.head_dim,) if qk_norm else None)
 
 
 def test_a_config_that_its_family_cannot_express_is_not_written():
-    for change in ({"windows": (None, 7)}, {"attention_bias": True}, {"qk_norm": True}):
+    cfg = ModelConfig.from_hf(MISTRAL)
+    layer, other = cfg.layers[0], RopeConfig("default", 5.0)
+    for change in (LayerSpec(None, layer.rope), LayerSpec(layer.window, None), LayerSpec(layer.window, other)):
         with pytest.raises(ConfigError, match="model_type mistral cannot express"):
-            dataclasses.replace(ModelConfig.from_hf(MISTRAL), **change).to_hf()
+            dataclasses.replace(cfg, layers=(layer, change)).to_hf()
+    with pytest.raises(ConfigError, match="model_type mistral cannot express"):
+        dataclasses.replace(cfg, attention_bias=True).to_hf()
 
 
 PUBLISHED = {

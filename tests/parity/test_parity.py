@@ -18,6 +18,9 @@ from tests.support.models import generated, left_pad, model_config, slow
 
 CHECKPOINTS = [folder for source in ("441", "newer") for folder in sorted((GOLDENS / source / "checkpoints").iterdir())]
 
+# The checkpoints with goldens for gradients, hidden states and attention weights
+FULL = [folder for folder in CHECKPOINTS if "labels" in np.load(folder.parents[1] / "logits" / f"{folder.name}.npz")]
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints' max length is low
 
 
@@ -70,10 +73,10 @@ def test_logits_of_a_left_padded_batch(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
-def test_gradients_of_the_loss(name):
-    params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
-    golden = logits_of(GOLDENS / "441" / "checkpoints" / name)
+@pytest.mark.parametrize("folder", FULL, ids=named)
+def test_gradients_of_the_loss(folder):
+    params, cfg = load(folder)
+    golden = logits_of(folder)
     ids, mask, labels = (jnp.asarray(golden[key]) for key in ("ids", "attention_mask", "labels"))
     labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the script that makes the goldens
 
@@ -85,7 +88,7 @@ def test_gradients_of_the_loss(name):
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
     assert found.keys() == wanted.keys()
     # torch's Embedding computes no gradient for the row of the config's pad id. In jaxgen, that row is like any other.
-    config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     if config.get("pad_token_id") is not None:
         for gradients in (found, wanted):
             table = np.array(gradients["model.embed_tokens.weight"])
@@ -96,9 +99,8 @@ def test_gradients_of_the_loss(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
-def test_hidden_states_attentions_and_loss(name):
-    folder = GOLDENS / "441" / "checkpoints" / name
+@pytest.mark.parametrize("folder", FULL, ids=named)
+def test_hidden_states_attentions_and_loss(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
     real = golden["attention_mask"] == 1

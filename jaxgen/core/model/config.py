@@ -244,7 +244,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
         model = values | {"qk_norm": family.norms.queries_keys is not None, "rope_theta": theta}
     problems += config_keys.refused(config, model, family.own_keys)
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
-        if config.get(key) not in (None, False):
+        if config.get(key) not in (None, False) and config_keys.neutral(key) is None:
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
             problems.append(f"{key}={shown(config[key])}: only model_type {', '.join(readers)} can have it")
     return values, problems + rope

@@ -60,7 +60,8 @@ class Family:
             have been the same in all releases (4.28 to 5.24).
         ropes: the rule for each layer's RoPE.
         norms: the rule for norms.
-        fields: keys of config.json that only some families read; a `ModelConfig` has fields of the same names.
+        fields: keys of config.json that only some families read. Values with which results differ are fields of
+            `ModelConfig` with the same names; of all other keys, only one value is allowed.
         activation: the key of config.json with the activation function.
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
@@ -168,6 +169,12 @@ def _all_but_each(interval: Any, layers: int) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
+def _every_other(config: Mapping[str, Any]) -> list[bool]:
+    if config.get("sliding_window_size") not in (None, config.get("sliding_window")):
+        raise ConfigError("sliding_window_size, an older name of sliding_window, differs from it: keep one")
+    return [layer % 2 == 0 for layer in range(config["num_hidden_layers"])]
+
+
 def _gemma3_windows(config: Mapping[str, Any]) -> list[bool]:
     patterns = [config.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
     given = [pattern for pattern in patterns if pattern is not None] or [6]
@@ -190,7 +197,7 @@ SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_sw
 # The same window in every layer, or none if `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
 # Windows in every other layer, from the first
-ALTERNATING = _by_type(lambda config: [layer % 2 == 0 for layer in range(config["num_hidden_layers"])])
+ALTERNATING = _by_type(_every_other, "sliding_window_size")
 GEMMA3_WINDOWS = _by_type(_gemma3_windows, "sliding_window_pattern", "_sliding_window_pattern")
 # Three layers with windows, then one without
 THREE_OF_FOUR = _by_type(lambda config: _all_but_each(4, config["num_hidden_layers"]))
@@ -203,9 +210,9 @@ _MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131
 
 _TANH = "gelu_pytorch_tanh"
 _GEMMA = _DEFAULTS | {"head_dim": 256, "max_position_embeddings": 8192, "hidden_act": _TANH}
-_GEMMA |= {"tie_word_embeddings": True}
-_GEMMA2 = _GEMMA | {"hidden_activation": _TANH, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA |= {"num_key_value_heads": 16, "tie_word_embeddings": True}
+_GEMMA2 = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": _TANH, "query_pre_attn_scalar": 256}
+_GEMMA2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = _GEMMA2 | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 _GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # In the first files, "gelu" means the approximation by tanh, as in transformers.
@@ -215,10 +222,12 @@ _GEMMA2_FIELDS = {"query_pre_attn_scalar": positive(), "final_logit_softcapping"
 _GRANITE_FIELDS: dict[str, Field] = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), positive()
 )
-_OLMO2 = _DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 2048}
+_OLMO2 = _DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _OLMO_NORMS = NormRule(before=False, after=True, queries_keys="projection", rounds_last=True)
 _SMOLLM3 = _DEFAULTS | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True}
 _SMOLLM3 |= {"rope_theta": 2e6, "no_rope_layer_interval": 4}
+# transformers drops outputs of layers at random in training; `embd_pdrop` has no effect.
+_NO_DROPOUT = Field("0", lambda value: type(value) in (int, float) and value == 0, 0.0)
 _PHI3 = _DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None}
 
 # Models for images and text, by `model_type`: the family of their text part, whose config is `text_config`, and class
@@ -249,7 +258,15 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
     ),
     "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW, _MISTRAL),
-    "phi3": Family("Phi3ForCausalLM", "LlamaTokenizer", ONE_WINDOW, _PHI3, ropes=LONG_ROPE, fused=True),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "LlamaTokenizer",
+        ONE_WINDOW,
+        _PHI3,
+        ropes=LONG_ROPE,
+        fields={"resid_pdrop": _NO_DROPOUT, "embd_pdrop": _NO_DROPOUT},
+        fused=True,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         "GPT2Tokenizer",
@@ -321,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         "Olmo3ForCausalLM",
         "GPT2Tokenizer",
         THREE_OF_FOUR,
-        _OLMO2 | {"sliding_window": 4096},
+        _OLMO2 | {"rope_theta": 500000.0, "sliding_window": 4096},
         ropes=by_window(None, only_theta=500000.0),
         norms=_OLMO_NORMS,
         rotates_in_float32=True,

@@ -221,6 +221,11 @@ def place(
         slots, overflow, orders = None, None, [jnp.where(mask, order, EMPTY)]
         if segment_ids is not None:
             first = first_of_segment(order, _per_token("segment_ids", segment_ids, batch, steps))
+            if cfg.short_length is not None and steps > cfg.short_length:
+                raise InputError(
+                    f"rows of {steps} tokens contain several texts. longrope has other factors beyond "
+                    f"{cfg.short_length} tokens, the same for all texts in a row: use rows of at most that length"
+                )
     else:
         if segment_ids is not None:
             raise InputError("segment_ids cannot be combined with a cache: leave one of them out")

@@ -22,6 +22,7 @@ from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.grammar.stop_strings import StopStrings
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.causal_lm import param_shapes
+from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.layout import expected_shapes
 from jaxgen.core.model.lowrank import adapter_count
 from jaxgen.core.model.weights import mismatch
@@ -204,25 +205,20 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
     return key
 
 
-def check_lengths(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray, in_pieces: bool = False) -> None:
+def check_lengths(
+    cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray, begun: np.ndarray | int | None = None
+) -> None:
     """Warn if a row cannot reach its minimum length within its budget, or may exceed the model's context.
 
     transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings. `lengths` and `budget`
-    are int32[B]. `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings.
-    `in_pieces` says that the model does not read each prompt in one pass.
+    are int32[B]. `lengths` counts all tokens of a prompt, including cached tokens and tokens given as embeddings. For
+    `begun`, see `check_longrope`.
 
     Raises:
-        InputError: a row would begin with the short factors of longrope, and pass the length for which they are.
+        InputError: `check_longrope` raises it.
     """
+    check_longrope(cfg.model, lengths, budget, begun)
     longest, model = int((lengths + budget).max()), cfg.model
-    if (short := model.short_length) is not None:
-        crossing = (lengths + budget > short) & (in_pieces | (lengths <= short))
-        if crossing.any():
-            raise InputError(
-                f"prompt and answer may reach {longest} tokens. longrope has other factors beyond {short} tokens, and "
-                f"a row keeps those with which it begins: let prompt and answer have at most {short} tokens, or pass "
-                "a longer prompt in one piece"
-            )
     if longest > model.max_position_embeddings and longest > (context := model.context_length):
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {context}: "
@@ -234,6 +230,20 @@ def check_lengths(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray
         name, least = "min_length", np.asarray(cfg.min_length) - lengths
     if len(short := budget[least > budget]):
         warn(f"{name}={getattr(cfg, name)} cannot be reached with {short.min()} new tokens")
+
+
+def check_longrope(model: ModelConfig, lengths: Any, budget: Any, begun: Any = None) -> None:
+    """Raise an `InputError` if a row begins with the short factors of longrope and may pass the length for them.
+
+    `begun` is the number of tokens in the pass that begins each row; None for the whole prompt.
+    """
+    short = model.short_length
+    if short is not None and np.any((lengths + budget > short) & ((lengths if begun is None else begun) <= short)):
+        raise InputError(
+            f"prompt and answer may reach {int(np.max(lengths + budget))} tokens. longrope has other factors beyond "
+            f"{short} tokens, and a row keeps those with which it begins: let prompt and answer have at most {short} "
+            "tokens, or pass a longer prompt in one piece"
+        )
 
 
 def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:

@@ -155,7 +155,7 @@ def _check(call: OwnCall, prompts: Sequence[KnownPrompt]) -> None:
     """Raise an error if prompts without adapters of their own cannot be answered, and warn as `generate` does."""
     lengths, budgets = (np.asarray(x) for x in zip(*((len(each.ids), each.budget) for each in prompts), strict=True))
     check_adapter(call.cfg.adapter, 0)
-    check_lengths(call.cfg, lengths, budgets)
+    check_lengths(call.cfg, lengths, budgets, begun=0)
     if call.grammar is not None:
         check_grammar(call.grammar, call.cfg, len(prompts))
         check_room(call.grammar, call.cfg, budgets)

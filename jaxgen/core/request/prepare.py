@@ -39,6 +39,7 @@ from jaxgen.core.request.checks import (
     check_grammar,
     check_key,
     check_lengths,
+    check_longrope,
     check_processes,
     check_room,
     check_slots,
@@ -143,6 +144,8 @@ def prepare(
     cached = None if cache is None else _cached_tokens(cache, prompts, eager)
     room = width if cache is None else width + cache.slots
     new_tokens, budget = _budget(cfg, mask, cached, room, extensions, eager)
+    if negative_mask is not None and not is_traced(negative_mask, budget):
+        check_longrope(cfg.model, np.sum(negative_mask, axis=-1), np.asarray(budget))
     given = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity, rounded = new_tokens, prompts
@@ -253,10 +256,13 @@ def _budget(
         new_tokens = int(budget.max()) if eager else cfg.max_length - room
         budget = budget if eager else jnp.minimum(budget, new_tokens)
     if not is_traced(lengths, budget):
-        in_pieces = cached is not None or cfg.on("slots") or cfg.on("prefill_chunk_size")
-        check_lengths(cfg, np.asarray(lengths), np.asarray(budget), in_pieces)
+        in_pieces = cfg.on("slots") or cfg.on("prefill_chunk_size")
+        begun = np.asarray(cached) if cached is not None else 0 if in_pieces else None
+        check_lengths(cfg, np.asarray(lengths), np.asarray(budget), begun)
         if isinstance(extensions.allowed, TokenAutomaton):
             check_room(extensions.allowed, cfg, np.asarray(budget))
+    else:
+        check_longrope(cfg.model, room, new_tokens, 0)
     return new_tokens, budget
 
 

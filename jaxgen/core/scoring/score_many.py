@@ -20,7 +20,7 @@ from jaxgen.core.request.checks import check_call
 from jaxgen.core.request.inputs import row_ids
 from jaxgen.core.scoring.compiled import continuation_logprobs
 from jaxgen.core.scoring.score import LOGITS_AT_ONCE, chunk_size
-from jaxgen.errors import ConfigError, check_whole
+from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.programs import default_device
 from jaxgen.progress import progress_bar
 
@@ -112,8 +112,8 @@ def score_many(
         The scores, in the order of the requests.
 
     Raises:
-        InputError: a context or continuation is empty, an id is not in the vocabulary, or `progress` is True and tqdm
-            is not installed.
+        InputError: a context or continuation is empty, an id is not in the vocabulary, a request exceeds the length of
+            longrope's short factors, or `progress` is True and tqdm is not installed.
         ConfigError: `cfg` has no model, or the model uses dynamic RoPE, which depends on the whole length of a row.
         TypeError: a request is not a pair of lists of ids.
     """
@@ -151,6 +151,12 @@ def _groups(
         context, continuation = (
             tuple(row_ids(part, model, name).tolist()) for part, name in zip(request, names, strict=True)
         )
+        length = len(context) + len(continuation)
+        if model.short_length is not None and length > model.short_length:
+            raise InputError(
+                f"request {number} has {length} tokens. longrope has other factors beyond {model.short_length} tokens, "
+                "but the context is read without its continuation: use score"
+            )
         of_context.setdefault(context, {})[number] = continuation
     for context, own in of_context.items():
         rest = sorted(own.items(), key=lambda item: len(item[1]), reverse=True)
