@@ -83,5 +83,5 @@ def _text_part(
 
     own = {name: tensors[given] for name, given in names(tensors).items()}
     others = len(tensors) - len(own)
-    notes = [f"the {others} tensors of other parts than the text part are ignored"] if others else []
+    notes = [f"only the text part is read; tensors of other parts are ignored ({others})"] if others else []
     return own, None if listed is None else set(names(listed)), notes

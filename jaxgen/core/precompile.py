@@ -88,7 +88,8 @@ def warmup(
     with progress_bar(progress, "compiling", len(pairs), "pairs of sizes") as add:
         for width, length in pairs:
             sized = cfg.replace(max_new_tokens=length)
-            inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
+            mask = np.broadcast_to(np.arange(width) == width - 1, (rows, width))  # a prompt can have any length
+            inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=mask)
             watched = streaming or cfg.max_time is not None
             prepared = partial(prepare, params, sized, inputs, extensions, eager=True, assistant=draft)
             run_fitting(prepared, partial(_compile, width=width, watched=watched))

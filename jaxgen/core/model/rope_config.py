@@ -27,7 +27,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _FIELDS = {
     "truncate": flag(None),
-    "original_max_position_embeddings": whole(1),
+    "original_max_position_embeddings": whole(2),
     "short_factor": numbers(),
     "long_factor": numbers(),
 }
