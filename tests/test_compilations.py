@@ -74,9 +74,10 @@ def test_spelling_a_value_differently_compiles_nothing():
 @pytest.mark.filterwarnings("ignore:greedy_search does not read")
 def test_options_of_other_modes_compile_nothing():
     base = GenerationConfig(model=MODEL, max_new_tokens=3)
+    key = jax.random.key(0)
     generate(PARAMS, [[1, 2]], None, base)
     with compilations() as count:
-        generate(PARAMS, [[1, 2]], jax.random.key(0), base.replace(bos_token_id=1, num_assistant_tokens=7, top_p=0.5))
+        generate(PARAMS, [[1, 2]], key, base.replace(bos_token_id=1, num_assistant_tokens=7, top_p=0.5))
     assert count[0] == 0
 
 
