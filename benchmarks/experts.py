@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import measure
 from jaxgen import arguments
-from jaxgen.core.model.expert_product import feed_forward
+from jaxgen.core.model.expert_product import product_of_experts
 
 _IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 _MOST_BATCHED = 64  # tokens; `batched_mm` copies every chosen matrix
@@ -72,8 +72,12 @@ def _weight(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _run(x: jax.Array, choices: jax.Array, shares: jax.Array, layers: list[list[jax.Array]]) -> jax.Array:
-    for chosen, (gate_up, down) in zip(choices, layers, strict=True):
-        x = x + feed_forward(x, chosen, shares, gate_up, down, jax.nn.silu).astype(x.dtype)
+    (count, chosen), width = shares.shape, x.shape[1]
+    for own, (gate_up, down) in zip(choices.reshape(len(layers), -1), layers, strict=True):
+        rows = jnp.broadcast_to(x[:, None], (count, chosen, width)).reshape(-1, width)
+        gate, up = jnp.split(product_of_experts(rows, own, gate_up).astype(x.dtype), 2, axis=1)
+        out = product_of_experts(jax.nn.silu(gate) * up, own, down).astype(x.dtype).reshape(count, chosen, width)
+        x = x + jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
     return x
 
 

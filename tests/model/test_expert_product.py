@@ -8,8 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgen.core.model import expert_product
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.expert_product import feed_forward, product_of_experts
+from jaxgen.core.model.expert_product import product_of_experts
 from jaxgen.core.model.int8 import Int8
+from jaxgen.core.model.lowrank import LowRank
 
 E, F = 6, 48
 WIDTHS = [128, 40]  # single rows with the first width fit the vector lanes
@@ -130,17 +131,10 @@ def test_gradients_equal_those_of_a_dense_product(count, dtype, within):
             assert np.max(np.abs(one.astype(jnp.float32) - other)) <= within * np.max(np.abs(other))
 
 
-def test_feed_forward_sums_the_outputs_of_the_chosen_experts():
-    rng = np.random.default_rng(0)
-    x, gate_up, down = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in [(5, 32), (E, 2 * 24, 32), (E, 32, 24)])
-    experts = jnp.asarray([rng.permutation(E)[:2] for _ in range(5)], jnp.int32).at[4, 1].set(E)
-    shares = jnp.asarray(rng.uniform(size=(5, 2)), jnp.float32)
-    found = jax.jit(functools.partial(feed_forward, activation=jax.nn.silu))(x, experts, shares, gate_up, down)
-    for i, token in enumerate(x):
-        own = [(e, share) for e, share in zip(experts[i], shares[i], strict=True) if e < E]
-        gates = [(jax.nn.silu(gate_up[e, :24] @ token) * (gate_up[e, 24:] @ token), e, share) for e, share in own]
-        exact = sum(share * (down[e] @ inner) for inner, e, share in gates)
-        np.testing.assert_allclose(found[i], exact, rtol=1e-4, atol=1e-4)
+def test_low_rank_updates_of_experts_are_refused():
+    rows, experts, weight = operands(2, 128, "float32")
+    with pytest.raises(TypeError, match="LowRank cannot represent experts"):
+        product_of_experts(rows, experts, LowRank(weight, weight[:, :4], weight[..., :4]))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -20,8 +20,7 @@ from jax import lax
 from jaxgen.control import alike, fori_loop
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import NO_CONTEXT, Context
-from jaxgen.core.model.int8 import Int8
-from jaxgen.core.model.weights import precision
+from jaxgen.core.model.weights import Weight, precision
 from jaxgen.cpu import cpu_flags
 from jaxgen.shapes import at_most
 
@@ -32,8 +31,17 @@ _TILE = 16
 _FEWEST_SLOTS, _MOST_SLOTS = 8, 256
 
 
+@runtime_checkable
+class ExpertWeight(Weight, Protocol):
+    """A `Weight` that can also represent a matrix for each expert: E is then an additional first axis of each array."""
+
+    def product_of_experts(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
+        """Return `product_of_experts(rows, experts, self, context)`."""
+        ...
+
+
 def product_of_experts(
-    rows: jax.Array, experts: jax.Array, weight: jax.Array | Int8, context: Context = NO_CONTEXT
+    rows: jax.Array, experts: jax.Array, weight: jax.Array | Weight, context: Context = NO_CONTEXT
 ) -> jax.Array:
     """Multiply each row by its own expert's transposed matrix; return float32[n, F].
 
@@ -45,44 +53,17 @@ def product_of_experts(
         rows: [n, D].
         experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and reads no matrix, so a device
             that stores only some of the experts can multiply by these.
-        weight: [E, F, D], or an `Int8` with values of this shape and with scales [E, F].
+        weight: [E, F, D], an array of floats or of 8-bit integers, or an `ExpertWeight`.
         context: information about this pass through the model.
+
+    Raises:
+        TypeError: the kind of weight cannot represent experts.
     """
-    matrices = weight.values if isinstance(weight, Int8) else weight
-    out: jax.Array = _product(*alike(rows, experts, matrices), context.divided, context.portable)  # pyright: ignore[reportAssignmentType]
-    if isinstance(weight, Int8):
-        out = out * weight.scales[jnp.clip(experts, 0, matrices.shape[0] - 1)]
-    return out
-
-
-def feed_forward(
-    x: jax.Array,
-    experts: jax.Array,
-    shares: jax.Array,
-    gate_up: jax.Array | Int8,
-    down: jax.Array | Int8,
-    activation: Callable[[jax.Array], jax.Array],
-    context: Context = NO_CONTEXT,
-) -> jax.Array:
-    """Return the weighted sum of the chosen experts' outputs for each token, as float32[n, D].
-
-    The sum is in float32, in the order of the choices. An expert outside [0, E) adds nothing.
-
-    Args:
-        x: [n, D].
-        experts: int32[n, k].
-        shares: float32[n, k], the weight of each expert's output.
-        gate_up: [E, 2I, D], with the gate's rows first.
-        down: [E, D, I].
-        activation: the function of the gate.
-        context: information about this pass through the model.
-    """
-    (count, chosen), width = experts.shape, x.shape[1]
-    rows = jnp.broadcast_to(x[:, None], (count, chosen, width)).reshape(-1, width)
-    hidden = product_of_experts(rows, experts.reshape(-1), gate_up, context).astype(x.dtype)
-    gate, up = jnp.split(hidden, 2, axis=1)
-    out = product_of_experts(activation(gate) * up, experts.reshape(-1), down, context).reshape(count, chosen, -1)
-    return functools.reduce(jnp.add, [out[:, i] * shares[:, i, None] for i in range(chosen)])
+    if isinstance(weight, ExpertWeight):
+        return weight.product_of_experts(rows, experts, context)
+    if isinstance(weight, Weight):
+        raise TypeError(f"a weight of type {type(weight).__name__} cannot represent experts: use an array of floats")
+    return _product(*alike(rows, experts, weight), context.divided, context.portable)  # pyright: ignore
 
 
 # --- Products and their gradients -------------------------------------------------------------------------------------
@@ -119,15 +100,15 @@ def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, 
     Beside the gradients, this stores the matrices' gradient in float32, and nothing else of its size.
     """
     rows, experts, matrices = operands
-    is_int8 = matrices.dtype == jnp.int8
-    change = change.astype(rows.dtype if is_int8 else matrices.dtype)
+    is_integer = jnp.issubdtype(matrices.dtype, jnp.integer)
+    change = change.astype(rows.dtype if is_integer else matrices.dtype)
     in_rounds = functools.partial(_in_rounds, axis=1)
     if not workarounds.in_one_piece(divided):
         to_rows = in_rounds(change, experts, matrices)
     else:
         on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=portable)
         to_rows = lax.platform_dependent(change, experts, matrices, cpu=on_cpu, default=in_rounds)
-    if is_int8:
+    if is_integer:
         to_matrices = np.zeros(matrices.shape, jax.dtypes.float0)
     else:
         to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0]).astype(matrices.dtype)
@@ -177,7 +158,7 @@ def _contract(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
 
 def _floats(matrix: jax.Array, rows: jax.Array) -> jax.Array:
     """Convert 8-bit numbers to the dtype of the rows, which is exact."""
-    return matrix.astype(rows.dtype) if matrix.dtype == jnp.int8 else matrix
+    return matrix.astype(rows.dtype) if jnp.issubdtype(matrix.dtype, jnp.integer) else matrix
 
 
 def _on_cpu(
