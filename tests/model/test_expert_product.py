@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks.targets import device_for, lower_for
 from jaxgen.core.model import expert_product
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.expert_product import product_of_experts
@@ -183,3 +184,29 @@ def test_experts_divided_over_a_mesh_stay_where_they_are(count):
     np.testing.assert_allclose(
         multiply(rows, experts, divided, Context(divided=True)), dense(rows, experts, weight), atol=1e-4
     )
+
+
+@pytest.mark.compilers
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # it cannot load such programs
+@pytest.mark.parametrize("target", ["h100", "v5e:2x2"])
+@pytest.mark.parametrize("count", [8, 64])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_accelerators_multiply_few_rows_without_copying_a_matrix(kind, count, target):
+    """The shape is that of the projections of Qwen3-30B-A3B, for 1 and 8 tokens."""
+    if target == "h100":
+        pytest.importorskip("jax_cuda13_plugin", reason="benchmarks/README.md says how to install the compiler")
+    device = device_for(target)
+    here = SingleDeviceSharding(device)
+    rows, experts, weight = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+        for shape, dtype in [((count, 2048), "bfloat16"), ((count,), "int32"), ((128, 1536, 2048), kind)]
+    )
+    traced = jax.jit(product_of_experts).trace(rows, experts, weight, ONE_DEVICE)
+    compiled = lower_for(device, traced).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 1e6
+    if target == "h100":
+        program = compiled.as_text().partition("ENTRY")[2]
+        assert program.count(" fusion(") <= 2  # the second one replaces the results of rows without an expert
+        assert " while(" not in program
