@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.atomic_directory import new_directory
+from convert.checkpoint import Checkpoint
 from convert.errors import CheckpointError
-from convert.hf import Checkpoint
 from convert.shards import ADAPTER, ADAPTER_STEM, find_tensors, read_json, write_json
 from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
-from jaxgen.core.model.causal_lm import FUSED, param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.sharding import mesh_of, shard_params
 from jaxgen.core.model.weights import Quantized

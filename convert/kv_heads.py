@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.hf import Checkpoint, check_params
+from convert.checkpoint import Checkpoint
+from convert.hf import check_params
 from convert.quantized import kind_in
 from convert.tensors import DerivedTensor, Tensor
 from jaxgen.core.config.generation_config import GenerationConfig, model_of

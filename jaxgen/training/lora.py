@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxgen.core.model.causal_lm import FUSED
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.lowrank import LowRank
 from jaxgen.errors import ConfigError, InputError
 

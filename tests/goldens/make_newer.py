@@ -22,6 +22,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -229,6 +230,36 @@ CHECKPOINTS = {
         ),
     ),
 }
+EXPERTS = {  # with the loss of the router
+    "qwen3-moe": Checkpoint(
+        Qwen3MoeConfig(
+            **shape(vocab=97, hidden=32, mlp=40, layers=3, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=12,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "qwen3-moe-steps": Checkpoint(
+        Qwen3MoeConfig(
+            **shape(vocab=89, hidden=32, mlp=36, layers=4, heads=4, kv_heads=1),
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
 OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # saved with config.json as written by releases before 5
 
 
@@ -255,21 +286,35 @@ def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
     return {"checkpoint": name, "options": options, "cases": cases}
 
 
+def make(out: pathlib.Path, name: str, checkpoint: Checkpoint, rng: np.random.Generator, **full) -> dict:
+    """Make a checkpoint and its logits, and return its greedy goldens. For `full`, see `forward_goldens`."""
+    path = out / "checkpoints" / name
+    checkpoint.save(path, rng)
+    if name in OLD_SPELLING:
+        spell_as_before_5(path / "config.json")
+    oracle = Oracle(path)
+    arrays = forward_goldens(oracle, [7, 30, 48], rng, **full)
+    np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
+    return greedy_goldens(name, oracle, rng)
+
+
+def make_experts(seed: int, out: pathlib.Path) -> None:
+    """Make the goldens of models with experts."""
+    groups = []
+    for i, (name, checkpoint) in enumerate(EXPERTS.items()):
+        rng = np.random.default_rng([seed, 4, i])
+        groups.append(make(out, name, checkpoint, rng, full=True, output_router_logits=True))
+    write_lines(out / "expert_greedy.json", groups)
+
+
 def main() -> None:
     """Make all goldens."""
     seed, out = start("5.23.0")
     groups = []
     for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
-        rng = np.random.default_rng([seed, 3, i])
-        path = out / "checkpoints" / name
-        checkpoint.save(path, rng)
-        if name in OLD_SPELLING:
-            spell_as_before_5(path / "config.json")
-        oracle = Oracle(path)
-        arrays = forward_goldens(oracle, [7, 30, 48], rng)
-        np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
-        groups.append(greedy_goldens(name, oracle, rng))
+        groups.append(make(out, name, checkpoint, np.random.default_rng([seed, 3, i])))
     write_lines(out / "greedy.json", groups)
+    make_experts(seed, out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.experts import Part, by_file_name
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.core.logits.history import History
 from jaxgen.core.logits.pipeline import build_transform
@@ -28,6 +29,27 @@ def logits_of(folder: Path):
 
 def named(folder: Path) -> str:
     return f"{folder.parents[1].name}-{folder.name}"
+
+
+# Models for which the goldens have all outputs, and options to compute them
+FULL = [(GOLDENS / "441" / "checkpoints" / name, {}) for name in ("qwen2-gqa-tied", "llama-gqa-biases-tied")]
+FULL += [
+    (GOLDENS / source / "checkpoints" / name, {"output_router_logits": True})
+    for source, names in {"441": ("qwen2-moe", "mixtral"), "newer": ("qwen3-moe", "qwen3-moe-steps")}.items()
+    for name in names
+]
+
+
+def as_in_torch(params, model, wanted):
+    """Return parameters by their names in torch's module, which contains `wanted`."""
+    flat = flax.traverse_util.flatten_dict(params, sep=".")
+    if not any(name.endswith("gate_up_proj") for name in wanted):
+        parts = by_file_name(flat, model)
+        return {name: part.array[part.expert] if isinstance(part, Part) else part for name, part in parts.items()}
+    for name in [name for name in flat if ".experts." in name and "gate_proj" in name]:
+        up = flat.pop(name.replace("gate_proj", "up_proj"))
+        flat[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([flat.pop(name), up], axis=1)
+    return {name.replace("experts.down_proj.weight", "experts.down_proj"): value for name, value in flat.items()}
 
 
 def some(each: int, values):
@@ -70,22 +92,22 @@ def test_logits_of_a_left_padded_batch(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
-def test_gradients_of_the_loss(name):
-    params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
-    golden = logits_of(GOLDENS / "441" / "checkpoints" / name)
+@pytest.mark.parametrize(("folder", "options"), FULL, ids=lambda value: getattr(value, "name", ""))
+def test_gradients_of_the_loss(folder, options):
+    params, cfg = load(folder)
+    golden = logits_of(folder)
     ids, mask, labels = (jnp.asarray(golden[key]) for key in ("ids", "attention_mask", "labels"))
     labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the script that makes the goldens
 
     def loss(params):
-        return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels).loss
+        return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels, **options).loss
 
     gradient = jax.grad(loss)(params)
-    found = flax.traverse_util.flatten_dict(gradient, sep=".")
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
+    found = as_in_torch(gradient, cfg.model, wanted)
     assert found.keys() == wanted.keys()
     # torch's Embedding computes no gradient for the row of the config's pad id. In jaxgen, that row is like any other.
-    config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     if config.get("pad_token_id") is not None:
         for gradients in (found, wanted):
             table = np.array(gradients["model.embed_tokens.weight"])
@@ -96,9 +118,8 @@ def test_gradients_of_the_loss(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
-def test_hidden_states_attentions_and_loss(name):
-    folder = GOLDENS / "441" / "checkpoints" / name
+@pytest.mark.parametrize(("folder", "options"), FULL, ids=lambda value: getattr(value, "name", ""))
+def test_hidden_states_attentions_and_loss(folder, options):
     params, cfg = load(folder)
     golden = logits_of(folder)
     real = golden["attention_mask"] == 1
@@ -109,6 +130,7 @@ def test_hidden_states_attentions_and_loss(name):
         labels=jnp.asarray(golden["labels"]),
         output_hidden_states=True,
         output_attentions=True,
+        **options,
     )
     np.testing.assert_allclose(out.loss, golden["loss"], rtol=1e-5)
     states = np.stack([np.asarray(x) for x in out.hidden_states])
@@ -123,10 +145,10 @@ def test_hidden_states_attentions_and_loss(name):
 
 
 def greedy_groups():
-    for source in ("441", "newer"):
-        groups = json.loads((GOLDENS / source / "greedy.json").read_text())
+    for source, file in [(source, file) for source in ("441", "newer") for file in ("greedy", "expert_greedy")]:
+        groups = json.loads((GOLDENS / source / f"{file}.json").read_text())
         for number, group in enumerate(groups):
-            name = f"{source}-{number}-{group['checkpoint']}"
+            name = f"{source}-{file}-{number}-{group['checkpoint']}"
             yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 16 != 0))
 
 
