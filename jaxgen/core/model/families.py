@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgen.core.model.config_fields import FULL, SLIDING, Field, only, positive
+from jaxgen.core.model.config_fields import FULL, SLIDING, Field, only, positive, whole
 from jaxgen.core.model.expert_config import MIXTRAL_EXPERTS, QWEN_EXPERTS, QWEN_SHARED, ExpertRule
 from jaxgen.core.model.rope_config import LONG_ROPE, ONE_ROPE, SWITCHED_ROPE, RopeRule, by_window, rope_switches
 from jaxgen.errors import ConfigError, shown
@@ -62,8 +62,8 @@ class Family:
         ropes: the rule for each layer's RoPE.
         norms: the rule for norms.
         experts: the rule for experts; None if no layer has any.
-        fields: keys of config.json that only some families read; if they have several valid values, a `ModelConfig` has
-            fields of the same names.
+        fields: keys of config.json that only some families read, or that have other valid values than in `FIELDS`. If
+            they affect results, a `ModelConfig` has fields of the same names.
         activation: the key of config.json with the activation function.
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
@@ -223,6 +223,9 @@ _MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131
 _MIXTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
 _MIXTRAL |= {"rms_norm_eps": 1e-5}
 
+# transformers 5 writes a window of 0 where windows are switched off.
+_NO_WINDOW_SIZE = {"sliding_window": whole(0, None)}
+
 _TANH = "gelu_pytorch_tanh"
 _GEMMA = _DEFAULTS | {"head_dim": 256, "max_position_embeddings": 8192, "hidden_act": _TANH}
 _GEMMA |= {"tie_word_embeddings": True}
@@ -277,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         WINDOWS_OFF,
         _QWEN | {"num_key_value_heads": 16},
         experts=QWEN_SHARED,
-        fields={"qkv_bias": only(True)},
+        fields=_NO_WINDOW_SIZE | {"qkv_bias": only(True)},
         attention_bias=True,
     ),
     "qwen3_moe": Family(
@@ -287,6 +290,7 @@ FAMILIES: dict[str, Family] = {
         _QWEN | {"num_key_value_heads": 4},
         norms=NormRule(queries_keys="head"),
         experts=QWEN_EXPERTS,
+        fields=_NO_WINDOW_SIZE,
         attention_bias="attention_bias",
         output_bias="attention_bias",
     ),
