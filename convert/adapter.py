@@ -237,6 +237,8 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], model: ModelConfig, conf
     if name == _EMBEDDING:
         return f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
     shape = param_shapes(model).get(f"{name}.weight", ())
+    if model.family.experts and ".experts" in name:
+        return f"{name} has an update, which is not offered for experts: merge it in PEFT"
     if len(shape) != 2:
         return f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
     if missing := {"A", "B"} - set(factors):

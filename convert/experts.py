@@ -170,11 +170,10 @@ def _faults(
 ) -> list[str]:
     """List the experts that are missing, or that differ from the first in dtype or shape."""
     names, shape = names_in_files(own, model), list(param_shapes(model).get(own, ())[1:])
-    faults = [
-        f"{path}: {name} {shape} is missing"
-        for expert, name in enumerate(names)
-        if expert not in experts and listed is not None and name not in listed
-    ]
+    missing = [name for expert, name in enumerate(names) if expert not in experts]
+    missing = [name for name in missing if listed is not None and name not in listed]
+    others = f" and {len(missing) - 1} others like it are" if len(missing) > 1 else " is"
+    faults = [f"{path}: {missing[0]} {shape}{others} missing"] if missing else []
     first = next(iter(experts.values()), None)
     for tensor in experts.values():
         if first is not None and (tensor.dtype, tensor.shape) != (first.dtype, first.shape):

@@ -164,6 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
         accumulate=options.accumulate,
         dtype=options.dtype or ("bfloat16" if stored == "bfloat16" else "float32"),
         remat=options.remat,
+        router_loss=options.router_loss,
         lora_scale=alpha / options.lora if options.lora else 1.0,
         seed=options.seed,
     )

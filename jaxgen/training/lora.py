@@ -21,7 +21,8 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     The updates are nested like `params`, with `{"a": float32[r, in], "b": float32[out, r]}` for each projection.
 
     Raises:
-        ConfigError: the rank is below 1, or `targets` is empty or contains a name that is not in `TARGETS`.
+        ConfigError: the rank is below 1, `targets` is empty or contains a name that is not in `TARGETS`, or a target is
+            a matrix of experts.
         InputError: some projections were fused by `jaxgen.fuse_projections`.
     """
     if rank < 1:
@@ -37,7 +38,11 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
                 continue
             own = jax.random.fold_in(key, index)
             if name in targets:
-                out, width = child["weight"].shape
+                out, *rest = child["weight"].shape
+                if len(rest) > 1:
+                    allowed = ", ".join(sorted(set(targets) - {"gate_proj", "up_proj", "down_proj"}) or TARGETS[:4])
+                    raise ConfigError(f"targets: {name}: experts cannot have updates: choose from {allowed}")
+                width = rest[0]
                 a = jax.random.normal(own, (rank, width), jnp.float32) / width**0.5
                 chosen[name] = {"a": a, "b": jnp.zeros((out, rank), jnp.float32)}
             elif deeper := updates(child, own):

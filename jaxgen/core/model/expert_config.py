@@ -54,7 +54,7 @@ class ExpertRule:
     @property
     def keys(self) -> dict[str, Field]:
         """The other keys."""
-        keys: dict[str, Field] = {key: whole(1, None) for key in COUNTS}
+        keys: dict[str, Field] = {key: whole(1, None, most=10_000) for key in COUNTS}
         if self.dense_layers:
             keys |= {"mlp_only_layers": _whole_numbers(), "decoder_sparse_step": whole(1, 1)}
         return keys
