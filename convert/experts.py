@@ -88,13 +88,16 @@ def stacked(
     if rule is None:
         return dict(tensors), listed, []
     result: dict[str, Tensor] = {}
+    together = {
+        name: match
+        for name, tensor in tensors.items()
+        if (match := _TOGETHER.fullmatch(name)) and len(tensor.shape) == 3 and tensor.shape[0] == model.num_experts
+    }
     found: dict[str, dict[int, Tensor]] = {
         name: {} for name, shape in param_shapes(model).items() if _IN_MEMORY.fullmatch(name) and len(shape) == 3
     }
     for name, tensor in tensors.items():
-        if (together := _TOGETHER.fullmatch(name)) and len(tensor.shape) == 3:
-            for own, experts in _separated(tensor, **together.groupdict()).items():
-                found.setdefault(own, {}).update(enumerate(experts))
+        if name in together:
             continue
         own, expert = _in_memory(name, rule)
         if expert is not None and expert < (model.num_experts or 0):
@@ -102,6 +105,12 @@ def stacked(
         else:
             result[own if expert is None else name] = tensor
     problems, known = [], set(listed or ())
+    for name, match in together.items():
+        separated = _separated(tensors[name], match["layer"], match["projection"])
+        if any(found.get(own) for own in separated):
+            reason = "contains experts that the files also have separately: remove one of the two"
+            problems.append(f"{tensors[name].file}: {name} {reason}")
+        found |= {own: dict(enumerate(experts)) for own, experts in separated.items()}
     for own, experts in found.items():
         faults = _faults(path, own, experts, listed, model)
         problems += faults
