@@ -13,6 +13,7 @@ from jaxgen import (
     ModelConfig,
     fuse_projections,
     generate,
+    score,
     shard_params,
 )
 from jaxgen.core.model.causal_lm import param_shapes
@@ -118,6 +119,58 @@ def test_replayed_experts_replace_the_choice_of_the_routers():
     dense = model_config()
     with pytest.raises(InputError, match="need a model with experts"):
         CausalLM(dense).apply({"params": random_params(dense)}, jnp.asarray(IDS), output_router_logits=True)
+
+
+SAMPLING = {"do_sample": True, "num_return_sequences": 2, "top_k": 30}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SAMPLING,
+        {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8]},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=str,
+)
+def test_score_replays_the_experts_of_a_generated_text(options):
+    cfg = CFG.replace(
+        output_routed_experts=True, output_logprobs=None if "num_beams" in options else "logits", **options
+    )
+    mask = np.arange(7)[None, :] >= np.array([0, 2, 3, 0])[:, None]
+    out = generate(PARAMS, IDS, jax.random.key(0) if cfg.do_sample else None, cfg, attention_mask=mask)
+    rows, width = out.sequences.shape
+    experts = np.asarray(out.routed_experts)
+    assert experts.shape == (2, rows, width, 3)
+    real = np.asarray(out.attention_mask)
+    unread = real & (np.cumsum(real, axis=1) == real.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal((experts == -1).all(axis=(0, 3)), ~real | unread)
+    assert ((experts >= 0).all(axis=(0, 3)) == (real & ~unread)).all()
+    given = {"attention_mask": out.attention_mask}
+    plain = run(out.sequences, attention_mask=out.attention_mask, output_router_logits=True).routed_experts
+    np.testing.assert_array_equal(experts[:, real & ~unread], np.asarray(plain)[:, real & ~unread])
+    replayed = score(PARAMS, out.sequences, cfg, routed_experts=out.routed_experts, **given).logprobs
+    np.testing.assert_allclose(replayed, score(PARAMS, out.sequences, cfg, **given).logprobs, rtol=1e-4, atol=1e-4)
+    if out.logprobs is not None:
+        np.testing.assert_allclose(out.generated(replayed), out.logprobs, rtol=1e-4, atol=1e-4)
+    others = np.where(experts < 0, -1, (experts + 1) % 6)
+    assert np.abs(score(PARAMS, out.sequences, cfg, routed_experts=others, **given).logprobs - replayed).max() > 0.1
+
+
+def test_routed_experts_that_do_not_fit_are_refused():
+    experts = np.zeros((2, 4, 7, 3), np.int32)
+    with pytest.raises(
+        InputError, match=r"routed_experts must be integers of shape \[2, 4, 7, 3\], got int32\[2, 4, 7, 2\]"
+    ):
+        score(PARAMS, IDS, CFG, routed_experts=experts[..., :2])
+    with pytest.raises(InputError, match="routed_experts has expert 6, but the model's are 0 to 5"):
+        score(PARAMS, IDS, CFG, routed_experts=experts + 6)
+    dense = GenerationConfig(model=model_config(), max_new_tokens=2)
+    params = random_params(dense.model)
+    with pytest.raises(InputError, match="routed_experts needs a model with experts, got model_type qwen2"):
+        score(params, IDS, dense, routed_experts=experts)
+    with pytest.raises(ConfigError, match="output_routed_experts is for models with experts, got model_type qwen2"):
+        generate(params, IDS, None, dense.replace(output_routed_experts=True))
 
 
 def test_padding_does_not_count_in_the_loss_of_the_routers():

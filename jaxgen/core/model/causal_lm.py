@@ -297,7 +297,7 @@ class CausalLM(nn.Module):
             logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
                 int32[B, n] of positions.
             routed_experts: int32[layers with experts, B, T, k], experts to use instead of those that the routers would
-                choose. The routers still compute the weights of these experts.
+                choose (except negative ones). The routers still compute the weights of these experts.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             output_router_logits: also return the routers' logits, choices and loss. `loss` then includes the routers'
                 loss, times `router_aux_loss_coef`.
@@ -328,7 +328,7 @@ class CausalLM(nn.Module):
         return self._with_routing(out, routings, attention_mask) if output_router_logits else out
 
     def _check_routing(self, x: jax.Array, routed: jax.Array | None, wanted: bool) -> None:
-        layers, count = sum(layer.experts for layer in self.cfg.layers), self.cfg.num_experts_per_tok
+        layers, count = self.cfg.sparse_layers, self.cfg.num_experts_per_tok
         if not layers and (wanted or routed is not None):
             raise InputError("output_router_logits and routed_experts need a model with experts, which this one is not")
         shape = (layers, *x.shape[:2], count)

@@ -92,6 +92,11 @@ class ModelConfig:
         return FAMILIES[self.model_type]
 
     @property
+    def sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(layer.experts for layer in self.layers)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         return tuple([layer.window for layer in self.layers])

@@ -43,7 +43,10 @@ class SparseMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context, experts: jax.Array | None) -> tuple[jax.Array, Routing]:
-        """Map `x [B, T, D]` to `[B, T, D]`. If `experts int32[B, T, k]` is given, it replaces the router's choice."""
+        """Map `x [B, T, D]` to `[B, T, D]`. If `experts int32[B, T, k]` is given, it replaces the router's choice.
+
+        Negative entries of `experts` leave the choice to the router.
+        """
         cfg = self.cfg
         logits = Linear(cfg.num_experts or 0, False, cfg, name="gate")(x, context)
         weights, experts = _route(cfg, logits, experts)
@@ -64,8 +67,8 @@ class SparseMLP(nn.Module):
 def _route(cfg: ModelConfig, logits: jax.Array, experts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the weights of the chosen experts as float32[B, T, k], and the experts as int32[B, T, k]."""
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    if experts is None:
-        _, experts = workarounds.top_k(lax.stop_gradient(probabilities), cfg.num_experts_per_tok or 0)
+    _, best = workarounds.top_k(lax.stop_gradient(probabilities), cfg.num_experts_per_tok or 0)
+    experts = best if experts is None else jnp.where(experts < 0, best, experts)
     weights = jnp.take_along_axis(probabilities, experts, axis=-1)
     if cfg.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
