@@ -107,12 +107,12 @@ def test_no_token_is_dropped_if_all_use_the_same_experts():
 
 def test_replayed_experts_replace_the_choice_of_the_routers():
     out = run(IDS, output_router_logits=True)
-    assert out.routed_experts.shape == (2, 4, 7, 3)
+    assert [experts.shape for experts in out.routed_experts] == [(4, 7, 3)] * 2
     assert [logits.shape for logits in out.router_logits] == [(4, 7, 6)] * 2
     best = np.argsort(-np.asarray(out.router_logits[0]), axis=-1)[..., :3]
     np.testing.assert_array_equal(out.routed_experts[0], best)
     np.testing.assert_array_equal(run(IDS, routed_experts=out.routed_experts).logits, out.logits)
-    others = (out.routed_experts + 1) % 6
+    others = (jnp.stack(out.routed_experts) + 1) % 6
     assert np.abs(run(IDS, routed_experts=others).logits - out.logits).max() > 0.1
     with pytest.raises(InputError, match=r"routed_experts must be integers of shape \[2, 4, 7, 3\], got int32\[1, 4"):
         run(IDS, routed_experts=out.routed_experts[:1])
@@ -124,19 +124,20 @@ def test_replayed_experts_replace_the_choice_of_the_routers():
 SAMPLING = {"do_sample": True, "num_return_sequences": 2, "top_k": 30}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        SAMPLING,
-        {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8]},
-        {"prompt_lookup_num_tokens": 3},
-    ],
-    ids=str,
-)
+BEAMS = {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8]}
+OTHERS = [
+    BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.5},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": [1], "repetition_penalty": 1.2},
+    {"assistant_early_exit": 1},
+    SAMPLING | {"guidance_scale": 1.5},
+]
+
+
+@pytest.mark.parametrize("options", [SAMPLING, BEAMS, {"prompt_lookup_num_tokens": 3}, *slow(*OTHERS)], ids=str)
 def test_score_replays_the_experts_of_a_generated_text(options):
-    cfg = CFG.replace(
-        output_routed_experts=True, output_logprobs=None if "num_beams" in options else "logits", **options
-    )
+    logprobs = None if {"num_beams", "dola_layers", "guidance_scale"} & set(options) else "logits"
+    cfg = CFG.replace(output_routed_experts=True, output_logprobs=logprobs, **options)
     mask = np.arange(7)[None, :] >= np.array([0, 2, 3, 0])[:, None]
     out = generate(PARAMS, IDS, jax.random.key(0) if cfg.do_sample else None, cfg, attention_mask=mask)
     rows, width = out.sequences.shape

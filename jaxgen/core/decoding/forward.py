@@ -204,7 +204,8 @@ def in_one_pass(
         states = out.hidden_states
         if column is not None:
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
-    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
+    of_rows = dataclasses.replace(out, cache=None, aux_loss=None)  # all arrays have the rows on their first axis
+    return Forward(out.logits, states, of_rows, out.cache, hidden)
 
 
 def _in_pieces(run: Run, tokens: Tokens, cache: KVCache, last: jax.Array, size: int) -> Forward:

@@ -52,8 +52,8 @@ class ModelOutput:
         attentions: L arrays float32[B, A, T, S], the attention weights; None if not requested.
         router_logits: one array `[B, T, E]` for each layer with experts; None if not requested.
         aux_loss: float32[], the loss of the routers, without the factor; None if `router_logits` is.
-        routed_experts: int32[layers with experts, B, T, k], the experts of each token, in descending order of their
-            probabilities; None if `router_logits` is.
+        routed_experts: one array int32[B, T, k] for each layer with experts, the experts of each token, in descending
+            order of their probabilities; None if `router_logits` is.
     """
 
     logits: jax.Array
@@ -63,7 +63,7 @@ class ModelOutput:
     attentions: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
     aux_loss: jax.Array | None = None
-    routed_experts: jax.Array | None = None
+    routed_experts: tuple[jax.Array, ...] | None = None
 
     __repr__ = short_repr
 
@@ -271,7 +271,7 @@ class CausalLM(nn.Module):
         key_mask: jax.Array | None = None,
         labels: jax.Array | None = None,
         logits_to_keep: int | jax.Array = 0,
-        routed_experts: jax.Array | None = None,
+        routed_experts: jax.Array | tuple[jax.Array, ...] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         output_router_logits: bool = False,
@@ -296,8 +296,8 @@ class CausalLM(nn.Module):
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
                 int32[B, n] of positions.
-            routed_experts: int32[layers with experts, B, T, k], experts to use instead of those that the routers would
-                choose (except negative ones). The routers still compute the weights of these experts.
+            routed_experts: int32[layers with experts, B, T, k], or a tuple with one array per layer: the experts to use.
+                Negative entries leave the choice to the routers, which compute the weights of all experts.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             output_router_logits: also return the routers' logits, choices and loss. `loss` then includes the routers'
                 loss, times `router_aux_loss_coef`.
@@ -315,6 +315,8 @@ class CausalLM(nn.Module):
             self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
         )
         placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
+        if isinstance(routed_experts, tuple):
+            routed_experts = jnp.stack(routed_experts)
         self._check_routing(x, routed_experts, output_router_logits)
         states, attentions, cache, routings = self.model(x, placement, cache, routed_experts)
         if overflow is not None:
@@ -340,7 +342,7 @@ class CausalLM(nn.Module):
         logits = tuple([routing.logits for routing in routings])
         aux_loss = router_loss(logits, mask, self.cfg.num_experts_per_tok or 0)
         loss = None if out.loss is None else out.loss + (self.cfg.router_aux_loss_coef or 0.0) * aux_loss
-        experts = jnp.stack([routing.experts for routing in routings])
+        experts = tuple([routing.experts for routing in routings])
         return dataclasses.replace(out, loss=loss, router_logits=logits, aux_loss=aux_loss, routed_experts=experts)
 
     def embed(self, ids: jax.Array) -> jax.Array:
