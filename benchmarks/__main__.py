@@ -14,6 +14,7 @@ PROGRAMS = (
     "compile",
     "environments",
     "evaluate",
+    "experts",
     "plots",
     "processors",
     "profile",

@@ -337,6 +337,17 @@ def test_workarounds_are_measured(wide_model, tmp_path):
     assert sorted(names[1:]) == sorted(one.name for one in workarounds.WORKAROUNDS if "branch" in one.name)
 
 
+@pytest.mark.slow
+def test_experts_are_measured(tmp_path):
+    sizes = ["--experts", "4", "--chosen", "2", "--width", "128", "--inner", "64", "--rows", "1", "80", "--turns", "2"]
+    environments = os.environ.get("JAXGEN_ENVIRONMENTS")  # made by `python -m benchmarks environments`
+    main(["experts", *sizes, "--results", str(tmp_path), *(["--environments", environments] if environments else [])])
+    (file,) = tmp_path.glob("*/experts-jax-*.md")
+    lines = [line.split(" | ") for line in file.read_text("utf-8").splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines[1:]] == ["| 1", "| 80"]
+    assert all(float(line[3]) > 0 for line in lines[1:])
+
+
 def test_a_greedy_call_visits_little_code():
     """Count in a new process: jax listeners and programs left behind by other tests would be counted too."""
     command = [sys.executable, "-m", "benchmarks", "calls", "--list"]

@@ -83,7 +83,7 @@ def test_xla_gives_a_plain_sum_to_its_library():
 
 @pytest.mark.parametrize(("initial", "sums"), [(0.0, 1), (-0.0, 2)])
 def test_sums_are_joined_unless_their_initial_values_differ(initial, sums):
-    """If this fails, jax has changed, and `_in_lanes` in workarounds.py may need a different form."""
+    """If this fails, jax has changed, and `lane_product` in workarounds.py may need a different form."""
     double = jax.jit(lambda x: workarounds._lane_sum(workarounds._lane_sum(x, 2, 0.0), 1, initial))
     assert double.lower(jnp.ones((4, 5, 6))).compile().as_text().count(" reduce(") == sums
 

@@ -106,8 +106,8 @@ def _converted(rows, values):
 
 
 PRODUCTS = {
-    "the lanes' branch, bfloat16": (workarounds.in_lanes, workarounds._in_lanes, 1, "bfloat16"),
-    "the lanes' branch, int8": (workarounds.in_lanes, workarounds._in_lanes, 1, "int8"),
+    "the lanes' branch, bfloat16": (workarounds.in_lanes, workarounds.lane_product, 1, "bfloat16"),
+    "the lanes' branch, int8": (workarounds.in_lanes, workarounds.lane_product, 1, "int8"),
     "two rows for one": (functools.partial(workarounds.two_rows, weights._contract), weights._contract, 1, "bfloat16"),
     "8-bit weights converted in a branch": (functools.partial(in_branch, _converted), _converted, 16, "int8"),
 }

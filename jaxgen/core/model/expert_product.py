@@ -1,26 +1,296 @@
-"""Products of rows with the matrices of experts."""
+"""Products with the matrices of experts: each row is multiplied by the matrix of the expert chosen for it.
+
+No row is dropped, and no row waits for another: an expert accepts any number of rows.
+
+Dimensions: n rows (pairs of a token and an expert), E experts, F outputs, D inputs.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from jaxgen.control import alike, fori_loop
+from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import NO_CONTEXT, Context
 from jaxgen.core.model.weights import Weight, precision
+from jaxgen.cpu import cpu_flags
+from jaxgen.shapes import at_most
+
+# On a CPU, up to this many rows share one read of an expert's matrix. A product with 32 rows is not faster per row, and
+# a smaller tile wastes less work on experts with few rows.
+_TILE = 16
+# Up to this many rows per expert are multiplied in one batched product.
+_FEWEST_SLOTS, _MOST_SLOTS = 8, 256
+
+
+@runtime_checkable
+class ExpertWeight(Weight, Protocol):
+    """A `Weight` that can also represent a matrix for each expert: E is then an additional first axis of each array."""
+
+    def product_of_experts(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
+        """Return `product_of_experts(rows, experts, self, context)`."""
+        ...
 
 
 def product_of_experts(
     rows: jax.Array, experts: jax.Array, weight: jax.Array | Weight, context: Context = NO_CONTEXT
 ) -> jax.Array:
-    """Return each of the `rows [n, D]` times the transposed matrix of its own expert, as float32[n, F].
+    """Multiply each row by its own expert's transposed matrix; return float32[n, F].
+
+    Products are accumulated in float32. For at most E rows, only the matrices of the chosen experts are read, unless
+    `context` says that the weight is split across a mesh. A row's result does not depend on the other rows. It may
+    depend on whether there are more than E rows, because the sums are then computed in a different order.
 
     Args:
-        rows: the rows.
-        experts: int32[n], the index of each row's expert.
-        weight: `[E, F, D]`, an array, or a `Weight` whose arrays have E as an additional first axis.
-        context: information about the pass.
+        rows: [n, D].
+        experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and reads no matrix, so a device
+            that stores only some of the experts can multiply by these.
+        weight: [E, F, D], an array of floats or of 8-bit integers, or an `ExpertWeight`.
+        context: information about this pass through the model.
+
+    Raises:
+        TypeError: the kind of weight cannot represent experts.
     """
-    own = jax.tree.map(lambda array: array[experts], weight)
-    if isinstance(own, Weight):
-        return jax.vmap(lambda row, weight: weight.product(row[None], context)[0])(rows, own)
-    return jnp.einsum("nd,nfd->nf", rows, own, precision=precision(own.dtype), preferred_element_type=jnp.float32)
+    if isinstance(weight, ExpertWeight):
+        return weight.product_of_experts(rows, experts, context)
+    if isinstance(weight, Weight):
+        raise TypeError(f"a weight of type {type(weight).__name__} cannot represent experts: use an array of floats")
+    return _product(*alike(rows, experts, weight), context.divided, context.portable)  # pyright: ignore
+
+
+# --- Products and their gradients -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
+) -> jax.Array:
+    """Multiply using the platform's implementation; the gradient multiplies in the operands' dtype."""
+    if divided:  # a loop over matrices would gather all of them on each device
+        return _in_rounds(rows, experts, matrices, 2)
+    few = at_most(rows.shape[0], matrices.shape[0])
+    one_piece = workarounds.in_one_piece(divided)
+    on_cpu = functools.partial(_on_cpu, axis=2, lanes=few and one_piece, portable=portable) if one_piece else _plain
+    if not few:
+        return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, default=_plain)
+    return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, tpu=_one_by_one, default=_gathered)
+
+
+def _plain(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax.Array:
+    return _in_rounds(rows, experts, matrices, 2)
+
+
+def _keep_operands(
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _product(rows, experts, matrices, divided, portable), (rows, experts, matrices)
+
+
+def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple:
+    """Differentiate with respect to the rows and the matrices; 8-bit matrices have no gradient.
+
+    Beside the gradients, this stores the matrices' gradient in float32, and nothing else of its size.
+    """
+    rows, experts, matrices = operands
+    is_integer = jnp.issubdtype(matrices.dtype, jnp.integer)
+    change = change.astype(rows.dtype if is_integer else matrices.dtype)
+    in_rounds = functools.partial(_in_rounds, axis=1)
+    if not workarounds.in_one_piece(divided):
+        to_rows = in_rounds(change, experts, matrices)
+    else:
+        on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=portable)
+        to_rows = lax.platform_dependent(change, experts, matrices, cpu=on_cpu, default=in_rounds)
+    if is_integer:
+        to_matrices = np.zeros(matrices.shape, jax.dtypes.float0)
+    else:
+        to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0]).astype(matrices.dtype)
+    return to_rows.astype(rows.dtype), np.zeros(experts.shape, jax.dtypes.float0), to_matrices
+
+
+_product.defvjp(_keep_operands, _gradients)
+
+
+# --- Rows sorted by expert --------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class _Groups:
+    """Rows sorted by expert.
+
+    Attributes:
+        order: int32[n], the rows' indices, sorted by expert; rows without an expert are last.
+        starts: int32[E], the first position in `order` of each expert's rows.
+        counts: int32[E], the number of rows of each expert.
+    """
+
+    order: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+
+
+def _groups(experts: jax.Array, count: int) -> _Groups:
+    experts = jnp.where((experts >= 0) & (experts < count), experts, count)
+    every = jnp.arange(count, dtype=jnp.int32)[:, None]
+    starts = jnp.sum(experts[None] < every, axis=1, dtype=jnp.int32)
+    counts = jnp.sum(experts[None] == every, axis=1, dtype=jnp.int32)
+    return _Groups(jnp.argsort(experts).astype(jnp.int32), starts, counts)
+
+
+# --- Implementations --------------------------------------------------------------------------------------------------
+
+
+def _contract(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """Contract `rows [..., n, D]` with an axis of `matrix [..., F, D]`; any leading axis is a batch."""
+    batch = tuple(range(matrix.ndim - 2))
+    dimensions = (((rows.ndim - 1,), (axis - 3 + matrix.ndim,)), (batch, batch))
+    return lax.dot_general(
+        rows, matrix, dimensions, precision=precision(matrix.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _floats(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    """Convert 8-bit numbers to the dtype of the rows, which is exact."""
+    return matrix.astype(rows.dtype) if jnp.issubdtype(matrix.dtype, jnp.integer) else matrix
+
+
+def _on_cpu(
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int, lanes: bool, portable: bool
+) -> jax.Array:
+    """Multiply tile by tile, where a tile consists of rows of one expert.
+
+    A matrix is read in a branch, because XLA would convert all matrices before the loop. Single rows are multiplied in
+    vector lanes: for other forms, XLA copies the matrix first. Without a unit for 16-bit matrices, products with a copy
+    of the matrix in float32 are faster, and they are exact.
+    """
+    if lanes and workarounds.fits_lanes(1, rows.shape[1]):
+        return _in_tiles(rows, experts, matrices, axis, 1, workarounds.lane_product)
+    narrow = "amx_bf16" in cpu_flags() and not portable
+
+    def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+        if not narrow:
+            rows, matrix = rows.astype(jnp.float32), matrix.astype(jnp.float32)
+        if axis == 1:
+            return _contract(rows, _floats(matrix, rows), axis)
+        return workarounds.weight_first(functools.partial(_contract, axis=2), rows, _floats(matrix, rows))
+
+    return _in_tiles(rows, experts, matrices, axis, _TILE, multiply)
+
+
+def _in_tiles(
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int, size: int, multiply: Callable
+) -> jax.Array:
+    """Multiply in a loop over tiles of up to `size` rows of one expert. Experts without rows have no tiles.
+
+    The last tile of an expert may reach into the rows of the next one. The next tile replaces these results.
+    """
+    count = rows.shape[0]
+    groups = _groups(experts, matrices.shape[0])
+    tiles = (groups.counts + size - 1) // size
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    rows = jnp.pad(rows[groups.order], ((0, size), (0, 0)))
+
+    def tile_product(rows: jax.Array, matrices: jax.Array, expert: jax.Array) -> jax.Array:
+        return multiply(rows, lax.dynamic_index_in_dim(matrices, expert, keepdims=False))
+
+    def step(tile: jax.Array, out: jax.Array) -> jax.Array:
+        expert = jnp.sum(ends <= tile, dtype=jnp.int32)
+        first = groups.starts[expert] + (tile - ends[expert] + tiles[expert]) * size
+        part = lax.dynamic_slice_in_dim(rows, first, size)
+        part = workarounds.in_branch(tile_product, part, matrices, expert)
+        return lax.dynamic_update_slice_in_dim(out, part, first, 0)
+
+    out = jnp.zeros((count + size, matrices.shape[3 - axis]), jnp.float32)
+    out = fori_loop(0, ends[-1], step, out, (rows, matrices, groups, tiles, ends))
+    has_expert = jnp.arange(count + size) < jnp.sum(groups.counts)
+    places = jnp.zeros(count, jnp.int32).at[groups.order].set(jnp.arange(count, dtype=jnp.int32), unique_indices=True)
+    return jnp.where(has_expert[:, None], out, 0)[places]
+
+
+def _gathered(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Multiply few rows on a GPU, as sums of products, which XLA fuses with the selection of the matrices.
+
+    A batched product would first copy the selected matrices.
+    """
+    has_expert = (experts >= 0) & (experts < matrices.shape[0])
+    chosen = matrices[jnp.where(has_expert, experts, 0)].astype(jnp.float32)
+    out = jnp.sum(chosen * rows[:, None].astype(jnp.float32), axis=2)
+    return jnp.where(has_expert[:, None], out, 0)
+
+
+def _one_by_one(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Multiply few rows on a TPU, in a loop whose products read the matrices in place.
+
+    For a gather of matrices, XLA's TPU compiler would copy them.
+    """
+    groups = _groups(experts, matrices.shape[0])
+
+    def step(i: jax.Array, out: jax.Array) -> jax.Array:
+        place = groups.order[i]
+        matrix = lax.dynamic_index_in_dim(matrices, experts[place], keepdims=False)
+        part = _contract(lax.dynamic_slice_in_dim(rows, place, 1), _floats(matrix, rows), 2)
+        return lax.dynamic_update_slice_in_dim(out, part, place, 0)
+
+    out = jnp.zeros((rows.shape[0], matrices.shape[1]), jnp.float32)
+    return fori_loop(0, jnp.sum(groups.counts), step, out, (rows, experts, matrices, groups))
+
+
+def _slots(count: Any, experts: int) -> int:
+    """Return the number of rows of one expert in a round: about twice the average, rounded up to a power of two."""
+    if not isinstance(count, int):
+        return _FEWEST_SLOTS
+    average = max(1, -(-count // experts))
+    return min(max(1 << average.bit_length(), _FEWEST_SLOTS), _MOST_SLOTS)
+
+
+def _round(groups: _Groups, number: Any, slots: int, count: Any) -> jax.Array:
+    """Return the rows of one round, as int32[E, slots]; `count` marks an empty slot."""
+    place = number * slots + jnp.arange(slots, dtype=jnp.int32)[None]
+    row = groups.order.at[groups.starts[:, None] + place].get(mode="clip")
+    return jnp.where(place < groups.counts[:, None], row, count)
+
+
+def _in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int) -> jax.Array:
+    """Multiply in rounds, in which every expert multiplies up to a fixed number of its rows.
+
+    A round is one batched product that reads each matrix in place. Experts may be split across a mesh.
+    """
+    count, slots = rows.shape[0], _slots(rows.shape[0], matrices.shape[0])
+    groups = _groups(experts, matrices.shape[0])
+
+    def step(number: jax.Array, out: jax.Array) -> jax.Array:
+        chosen = _round(groups, number, slots, count)
+        part = _contract(_rows_at(rows, chosen), _floats(matrices, rows), axis)
+        return out.at[chosen].set(part, mode="drop")
+
+    rounds = (jnp.max(groups.counts) + slots - 1) // slots
+    out = jnp.zeros((count, matrices.shape[3 - axis]), jnp.float32)
+    return fori_loop(0, rounds, step, out, (rows, matrices, groups))
+
+
+def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int) -> jax.Array:
+    """Sum the outer products of `change [n, F]` and `rows [n, D]` for each expert, as float32[E, F, D]."""
+    slots, groups = _slots(rows.shape[0], count), _groups(experts, count)
+
+    def step(number: jax.Array, out: jax.Array) -> jax.Array:
+        chosen = _round(groups, number, slots, rows.shape[0])
+        left, right = _rows_at(change, chosen), _rows_at(rows, chosen).astype(change.dtype)
+        dimensions = (((1,), (1,)), ((0,), (0,)))
+        return out + lax.dot_general(
+            left, right, dimensions, precision=precision(change.dtype), preferred_element_type=jnp.float32
+        )
+
+    rounds = (jnp.max(groups.counts) + slots - 1) // slots
+    out = jnp.zeros((count, change.shape[1], rows.shape[1]), jnp.float32)
+    return fori_loop(0, rounds, step, out, (change, rows, groups))
+
+
+def _rows_at(rows: jax.Array, places: jax.Array) -> jax.Array:
+    return rows.at[places].get(mode="fill", fill_value=0)

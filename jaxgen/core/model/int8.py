@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxgen.control import alike
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
+from jaxgen.core.model.expert_product import product_of_experts
 from jaxgen.core.model.weights import product
 from jaxgen.errors import InputError
 from jaxgen.shapes import at_most
@@ -76,6 +77,14 @@ class Int8:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
         out: jax.Array = _product(*alike(rows, self.values), context.divided, context.portable)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
+
+    def product_of_experts(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
+        """Return each of the `rows [n, D]` times its own expert's transposed matrix, as float32[n, F].
+
+        The shapes of the arrays are [E, F, D] and [E, F].
+        """
+        last = self.values.shape[0] - 1
+        return product_of_experts(rows, experts, self.values, context) * self.scales[jnp.clip(experts, 0, last)]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""

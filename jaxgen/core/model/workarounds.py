@@ -210,10 +210,11 @@ def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     reading the weights. Here, the weights are read once, as stored. Vector instructions add the products of `_LANES`
     adjacent columns to `_LANES` separate sums; a single sum over adjacent columns could not use such instructions.
     """
-    return in_branch(_in_lanes, rows, weight)
+    return in_branch(lane_product, rows, weight)
 
 
-def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
+def lane_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `in_lanes(rows, weight)`, but without a branch: the caller must call this function in a branch."""
     features, columns = weight.shape
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
