@@ -296,7 +296,7 @@ class CausalLM(nn.Module):
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
                 int32[B, n] of positions.
-            routed_experts: int32[layers with experts, B, T, k], or a tuple with one array per layer: the experts to use.
+            routed_experts: int32[layers with experts, B, T, k], or a tuple with an array per layer: the experts to use.
                 Negative entries leave the choice to the routers, which compute the weights of all experts.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             output_router_logits: also return the routers' logits, choices and loss. `loss` then includes the routers'
