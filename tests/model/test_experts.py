@@ -1,5 +1,7 @@
 """Models with experts: their configs, the layer, and what it promises about rows. Goldens: tests/parity."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,42 @@ def test_matrix_parameters_counts_experts(name):
     model = model_config(**CONFIGS[name], num_hidden_layers=3)
     matrices = [shape for shape in param_shapes(model).values() if len(shape) > 1]
     assert model.matrix_parameters == sum(int(np.prod(shape)) for shape in matrices)
+
+
+def published(model_type, vocab, hidden, mlp, layers, heads, kv_heads, **rest):
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {"model_type": model_type, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, **sizes, **heads, **rest}
+
+
+def sizes(experts, chosen, width):
+    return {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (
+            published("qwen2_moe", 151936, 2048, 5632, 24, 16, 16, rope_theta=1e6, **sizes(60, 4, 1408))
+            | {"shared_expert_intermediate_size": 5632, "use_sliding_window": False, "sliding_window": 32768}
+            | {"decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+            14_315_784_192,  # Qwen1.5-MoE-A2.7B
+        ),
+        (
+            published("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, rope_theta=1e6, head_dim=128, **sizes(128, 8, 768))
+            | {"mlp_only_layers": [], "norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None},
+            30_532_122_624,  # Qwen3-30B-A3B
+        ),
+        (
+            published("mixtral", 32000, 4096, 14336, 32, 32, 8, rope_theta=1e6, sliding_window=None)
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
+            46_702_792_704,  # Mixtral-8x7B-v0.1
+        ),
+    ],
+)
+def test_parameters_of_published_models(config, parameters):
+    shapes = param_shapes(ModelConfig.from_hf(config))
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbors_and_its_place():

@@ -297,9 +297,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "granite-3.1-8b-instruct": (_config("granite", 32), "model_type 'granite' is not implemented"),
     "Phi-3-mini-4k-instruct": (_config("phi3", 32), "model_type 'phi3' is not implemented"),
-    "Qwen1.5-MoE-A2.7B": (_config("qwen2_moe", 16), "model_type 'qwen2_moe' is not implemented"),
-    "Qwen3-30B-A3B": (_config("qwen3_moe", 32), "model_type 'qwen3_moe' is not implemented"),
-    "Mixtral-8x7B-v0.1": (_config("mixtral", 32), "model_type 'mixtral' is not implemented"),
     "gemma-2-2b": (_config("gemma2", 8), "model_type 'gemma2' is not implemented"),
     "SmolLM3-3B": (_config("smollm3", 16), "model_type 'smollm3' is not implemented"),
     "a Llama with interleaved RoPE": (
