@@ -15,8 +15,9 @@ import numpy as np
 
 from convert.adapter import merge_adapter
 from convert.atomic_directory import new_directory
+from convert.checkpoint import Checkpoint
 from convert.errors import CheckpointError
-from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint
+from convert.hf import copy_tokenizer, float_dtype, open_checkpoint
 from convert.kv_heads import pool_checkpoint
 from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
@@ -74,7 +75,7 @@ def convert(options: argparse.Namespace) -> int:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
     dtypes = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
     config = checkpoint.config | dict.fromkeys(dtypes, checkpoint.dtype(wanted).name)
-    checkpoint = checkpoint.quantize(options.quantize)
+    checkpoint = checkpoint.quantize(options.quantize).by_file_name()
     sizes = checkpoint.sizes(wanted)
     progress = _Progress("writing", len(sizes))
 
@@ -88,7 +89,7 @@ def convert(options: argparse.Namespace) -> int:
     print(f"{target}: {len(sizes)} tensors written")
     if not options.check:
         return 0
-    different = compare(checkpoint, open_checkpoint(target), wanted)
+    different = compare(checkpoint, open_checkpoint(target).by_file_name(), wanted)
     if different:
         print(f"{target}: {len(different)} of {len(sizes)} tensors differ: {', '.join(different)}", file=sys.stderr)
         return FAILED

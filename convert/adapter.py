@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.atomic_directory import new_directory
+from convert.checkpoint import Checkpoint
 from convert.errors import CheckpointError
-from convert.hf import Checkpoint
 from convert.shards import ADAPTER, ADAPTER_STEM, find_tensors, read_json, write_json
 from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
-from jaxgen.core.model.causal_lm import FUSED, param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import parts_of
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.sharding import mesh_of, shard_params
@@ -198,7 +199,7 @@ def _separate(name: str, update: _Update, model: ModelConfig, wanted: bool) -> d
     if not wanted or module not in FUSED:
         return {name: update}
     a, b = update
-    return {f"{parent}.{part}": (a, b[start:end]) for part, start, end in parts_of(module, model)}
+    return {f"{parent}.{part}": (a, b[start:end]) for part, start, end in parts_of(module, model, len(b))}
 
 
 def _attached(weight: Any, updates: Sequence[_Update | None], is_stack: bool) -> Any:
@@ -265,6 +266,8 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], model: ModelConfig, conf
     if name == _EMBEDDING:
         return f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
     shape = param_shapes(model).get(f"{name}.weight", ())
+    if model.family.experts and ".experts" in name:
+        return f"{name} has an update, which is not offered for experts: merge it in PEFT"
     if len(shape) != 2:
         return f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
     if missing := {"A", "B"} - set(factors):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import shutil
@@ -16,10 +15,12 @@ import jax
 import numpy as np
 
 from convert.atomic_directory import new_directory
+from convert.checkpoint import EMBEDDING, Checkpoint
 from convert.errors import CheckpointError
+from convert.experts import Part, by_file_name, stacked
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.published import read_configs, renamed
-from convert.quantized import converted, file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
+from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
 from convert.shards import (
     CONSTANTS,
     checkpoint_directory,
@@ -32,9 +33,9 @@ from convert.shards import (
 from convert.tensors import DTYPES, STORED, Tensor, same_bits
 from jaxgen.core.config.generation_config import GenerationConfig, endless_ids, model_of
 from jaxgen.core.config.values import is_tracer
-from jaxgen.core.model.causal_lm import FUSED, param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
-from jaxgen.core.model.layout import as_stored, parts_of
+from jaxgen.core.model.layout import as_stored
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
@@ -44,80 +45,11 @@ from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
 from jaxgen.json_file import fetch_again
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
 _ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
 _SPARE = 1 << 24  # a config may describe up to twice as many parameters as the files contain, plus this many
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A validated checkpoint directory; its weights have not been read yet.
-
-    `config` is the content of config.json. `generation` is the content of generation_config.json, or None if this file
-    is missing. `weights` maps each parameter's name to a `Tensor`, or to a quantized weight made of several `Tensor`s.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    generation: dict[str, Any] | None
-    cfg: GenerationConfig
-    weights: dict[str, Any]
-
-    @functools.cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of all weights, by name."""
-        return tensors_of(self.weights)
-
-    @property
-    def kind(self) -> type[Quantized] | None:
-        """The kind of the quantized weights, or None if there are none."""
-        return kind_in(self.weights)
-
-    def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return `wanted` or, if it is None, the embedding's dtype (from the config if the embedding is quantized)."""
-        embedding = self.weights[_EMBEDDING]
-        return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
-
-    def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: its own if `wanted` is None or the weight is quantized, else `wanted`."""
-        if wanted is None or not isinstance(self.weights.get(name), Tensor):
-            return STORED[self.tensors[name].dtype]
-        return wanted
-
-    def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return each tensor's size in bytes, after a cast to the dtype that `dtype_of` returns."""
-        return {
-            name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
-            for name, tensor in self.tensors.items()
-        }
-
-    def read(self, name: str, wanted: np.dtype | None) -> np.ndarray:
-        """Return a tensor's values, cast to the dtype that `dtype_of` returns."""
-        return self.tensors[name].read(self.dtype_of(name, wanted))
-
-    def separated(self) -> Checkpoint:
-        """Return a checkpoint whose fused projections are read as separate ones."""
-        weights: dict[str, Any] = {}
-        for name, weight in self.weights.items():
-            path = name.split(".")
-            if len(path) < 2 or path[-2] not in FUSED:
-                weights[name] = weight
-                continue
-            for part, start, end in parts_of(path[-2], self.cfg.model):
-                cut = functools.partial(Tensor.rows, start=start, end=end)
-                weights[".".join((*path[:-2], part, path[-1]))] = jax.tree.map(cut, weight)
-        return dataclasses.replace(self, weights=weights)
-
-    def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint that converts matrices to the given kind as it reads them; for None, return `self`."""
-        kind = kind_of(quantize)
-        if quantize is None:
-            return self
-        dtype = self.dtype(None)
-        weights = {name: converted(name, weight, kind, dtype) for name, weight in self.weights.items()}
-        return dataclasses.replace(self, weights=weights)
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
@@ -247,7 +179,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
         reason = "being donated to a compiled function: use the function's result"
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
     generation = cfg.of_checkpoint().to_hf()
-    config = dataclasses.replace(model, dtype=np.dtype(weights[_EMBEDDING].dtype).name).to_hf()
+    config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
@@ -255,11 +187,12 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             if jax.process_index() == 0:
                 _add_tokenizer(tokenizer, target, directory)
                 write_configs(directory, config, generation)
+            arrays = tensors_of(by_file_name(weights, model))
             write_parts(directory, {name: arrays[name] for name in in_order(arrays)}, file_stem(kind_in(weights)))
         return
     with new_directory(target, overwrite=overwrite) as directory:
         _add_tokenizer(tokenizer, target, directory)
-        write_arrays(directory, config, generation, weights)
+        write_arrays(directory, config, generation, by_file_name(weights, model))
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -331,12 +264,14 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and the weights, as returned by `check_params`, to an empty directory."""
+    """Write both configs and the weights, by their names in files (see `by_file_name`), to an empty directory."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
 
     def read(name: str) -> np.ndarray:
         array = arrays[name]
+        if isinstance(array, Part):
+            array = array.array[array.expert]
         if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
             # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees
             # the cached copy.
@@ -373,12 +308,12 @@ def _parameters(
     """Return the model's parameters and a list of problems; `kinds` are the kinds of quantized weight to accept."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = []
-    head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
+    head, embedding = tensors.get(_HEAD), tensors.get(EMBEDDING)
     if model.tie_word_embeddings and head and embedding and {head.dtype, embedding.dtype} <= STORED.keys():
         del tensors[_HEAD]
         if not same_bits(head.read(), embedding.read()):
             problems.append(
-                f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though tie_word_embeddings is true in "
+                f"{head.file}: {_HEAD} differs from {EMBEDDING}, though tie_word_embeddings is true in "
                 "config.json: set it to false to keep both, or remove the tensor"
             )
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -386,6 +321,8 @@ def _parameters(
     if described > 2 * stored + _SPARE:  # tracing a model of this size could run out of memory
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
+    tensors, listed, faults = stacked(path, tensors, listed, model)
+    problems += faults
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
     problems += [f"{path}: {fault}" for fault in faults]
     return weights, problems + _mismatch(weights, model, path, tensors, listed)

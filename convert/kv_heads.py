@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.hf import Checkpoint, check_params
+from convert.checkpoint import Checkpoint
+from convert.hf import check_params
 from convert.quantized import kind_in
 from convert.tensors import DerivedTensor, Tensor
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
-from jaxgen.core.model.causal_lm import projection_sizes
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.layout import separate
 from jaxgen.errors import ConfigError
@@ -71,7 +71,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     weights = dict(checkpoint.weights)
     for name, tensor in weights.items():
         if module := _matched(name, model):
-            weights[name] = pool(tensor, projection_sizes(model)["qkv_proj"][0] if module == "qkv_proj" else 0)
+            weights[name] = pool(tensor, model.qkv_sizes[0] if module == "qkv_proj" else 0)
     config = checkpoint.config | {"num_key_value_heads": pooled.num_key_value_heads}
     return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), weights=weights)
 

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
+from convert.experts import Part
 from convert.shards import plan, write_index
 from convert.tensors import Tensor, allocate_file, read_header
 
@@ -87,6 +88,12 @@ def _together(directory: Path) -> Iterator[None]:
 
 def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Yield the parts of an array that this process writes; each part is written by exactly one process."""
+    if isinstance(array, Part):
+        for (experts, *rest), part in _own_parts(array.array):
+            first, end, _ = experts.indices(array.array.shape[0])
+            if first <= array.expert < end:
+                yield tuple(rest), part[array.expert - first]
+        return
     if isinstance(array, np.ndarray) or array.is_fully_replicated:
         if jax.process_index() == 0:
             yield (slice(None),) * array.ndim, np.asarray(array)

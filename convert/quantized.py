@@ -14,10 +14,14 @@ import jax
 import numpy as np
 
 from convert.errors import CheckpointError
+from convert.experts import Stack, apart
 from convert.shards import STEM
 from convert.tensors import CHUNK, DTYPES, NAMES, STORED, Tensor
 from jaxgen.core.model.weights import Quantized
 from jaxgen.errors import InputError
+
+# If these were rounded, tokens would use other experts.
+NEVER_QUANTIZED = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def weights_of(
             parts = {name + suffix: weights.pop(name + suffix, None) for suffix in like.tensors}
             faults = _faults(like, parts)
             problems += faults
-            if len(tensors[name].shape) == 2:
+            if len(tensors[name].shape) in (2, 3):
                 weights[name] = remade(like, [*parts.values()], dtype)
             else:
                 weights[name] = jax.ShapeDtypeStruct(tensors[name].shape, dtype) if faults else tensors[name]
@@ -57,8 +61,8 @@ def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
-        shape = [*first.shape[:1], *array.shape[1:]]
-        if part is None or len(first.shape) != 2 or (_dtype(part), list(part.shape)) != (array.dtype, shape):
+        shape = [*first.shape[:-1], *array.shape[1:]]
+        if part is None or len(first.shape) not in (2, 3) or (_dtype(part), list(part.shape)) != (array.dtype, shape):
             found = "missing" if part is None else f"{part.dtype}{list(part.shape)}"
             faults.append(f"{name} is {found}: {like.title} matrices need {array.dtype}{shape}, {text}")
     return faults
@@ -88,7 +92,7 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
     """Build a weight of the same kind as `weight` from `arrays`; if it is quantized, its dtype is `dtype`."""
     if not isinstance(weight, Quantized):
         return arrays[0]
-    return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
+    return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[-1], dtype)), arrays)
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
@@ -104,9 +108,12 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
         except InputError as error:
             raise CheckpointError([f"{weight.file}: {name} {error}"]) from error
 
+    if len(weight.shape) == 3:
+        experts = [converted(name, expert, kind, dtype) for expert in apart(weight)]
+        return jax.tree.map(Stack.of, *experts)
     if isinstance(weight, Quantized) and type(weight) is not kind:
         weight = _computed(name, weight, weight.shape, dtype, lambda rows: rows.to_matrix())
-    if kind is None or not isinstance(weight, Tensor) or len(weight.shape) != 2:
+    if kind is None or not isinstance(weight, Tensor) or len(weight.shape) != 2 or name.endswith(NEVER_QUANTIZED):
         return weight
     like, tensors = _one_row(kind, weight.shape[1], dtype), []
     for number, (suffix, array) in enumerate(zip(kind.tensors, jax.tree.leaves(like), strict=True)):

@@ -22,7 +22,8 @@ from jax.experimental import multihost_utils
 
 from convert import load_adapter, load_hf
 from convert.adapter import read_updates
-from convert.hf import Checkpoint, float_dtype, open_checkpoint
+from convert.checkpoint import Checkpoint
+from convert.hf import float_dtype, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.buckets import power_of_two

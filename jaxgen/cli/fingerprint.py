@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from convert.hf import Checkpoint
+from convert.checkpoint import Checkpoint
 
 _SAMPLE = 4096  # number of bytes to read per tensor; reading whole tensors would take too long
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.hf import Checkpoint, float_dtype, open_checkpoint
+from convert.checkpoint import Checkpoint
+from convert.hf import float_dtype, open_checkpoint
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.request.cache_memory import bytes_of_call
 from jaxgen.memory import REMEDY, check_free, size_text

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from convert.hf import Checkpoint, float_dtype
+from convert.checkpoint import Checkpoint
+from convert.hf import float_dtype
 from jaxgen.cli import terminal
 from jaxgen.cli.answer import open_model
 from jaxgen.cli.answer_file import AnswerFile

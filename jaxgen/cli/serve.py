@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from convert.hf import Checkpoint
+from convert.checkpoint import Checkpoint
 from jaxgen.cli import terminal
 from jaxgen.cli.answer import load_model, open_model
 from jaxgen.cli.device import mesh_of_devices

@@ -18,7 +18,9 @@ import numpy as np
 
 from convert import load_hf, save_adapter
 from convert.atomic_directory import new_directory
-from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
+from convert.checkpoint import Checkpoint
+from convert.experts import by_file_name
+from convert.hf import check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
 from jaxgen.cli import terminal
 from jaxgen.cli.fingerprint import fingerprint
@@ -162,6 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
         accumulate=options.accumulate,
         dtype=options.dtype or ("bfloat16" if stored == "bfloat16" else "float32"),
         remat=options.remat,
+        router_loss=options.router_loss,
         lora_scale=alpha / options.lora if options.lora else 1.0,
         seed=options.seed,
     )
@@ -248,7 +251,7 @@ def _write(params, job: _TrainJob, directory: Path) -> None:
     if infinite := [name for name, array in arrays.items() if not jnp.all(jnp.isfinite(array))]:
         raise ConfigError(f"training made {infinite[0]} infinite or NaN: lower --learning-rate")
     copy_tokenizer(job.source.path, directory)
-    write_arrays(directory, job.config, job.generation, arrays)
+    write_arrays(directory, job.config, job.generation, by_file_name(arrays, job.model))
 
 
 def _evaluation(job: _TrainJob, frozen: Any, options: argparse.Namespace) -> Evaluation | None:

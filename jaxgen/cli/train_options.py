@@ -46,6 +46,7 @@ def parser() -> arguments.Parser:
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
     add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
     add("--remat", action="store_true", help="recompute layers instead of storing their results")
+    add("--router-loss", action="store_true", help="add the loss that balances the use of experts")
     arguments.add_weights(add, "for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")

@@ -46,6 +46,8 @@ class GenerateOutput:
         top_tokens: int32[B*R, N, n], the ids of the n most likely tokens.
         hidden_states: the hidden states of all layers, with `output_hidden_states`.
         attentions: the attention weights of all layers, with `output_attentions`.
+        routed_experts: int32[layers with experts, B*R, P + N, k], the experts of each token, best first, with
+            `output_routed_experts`. -1 for padding, and for the last token of a row, which the model has not read.
         cache: a `Continuation`: the ids of all tokens, their number, and the keys and values of all but the last token
             of each row. None with `slots`.
         prompt_width: P, the width of the prompts in `sequences` (0 if `sequences` omits them); it is static.
@@ -66,6 +68,7 @@ class GenerateOutput:
     top_tokens: jax.Array | None = None
     attentions: LayerRecording | None = None
     hidden_states: LayerRecording | None = None
+    routed_experts: jax.Array | None = None
     cache: Continuation | None = None
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
@@ -247,6 +250,9 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         records["scores"], records["logits"] = jax.tree.map(steps_first, (recording.scores, recording.logits))
         records["attentions"] = layers(recording.attentions, new_tokens)
         records["hidden_states"] = layers(recording.hidden_states, None)
+        if (routed := layers(recording.routed_experts, None)) is not None:
+            routed, beams = jax.tree.map(on_host, (routed, decoded.beam_indices))
+            records["routed_experts"] = to_array(_aligned(xp, routed, prepared.ids.shape[1], rows, beams))
     if (logprobs := decoded.logprobs) is not None:
         for name in ("logprobs", "top_logprobs", "top_tokens"):
             records[name] = jax.tree.map(cut, getattr(logprobs, name))
@@ -264,6 +270,22 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         prompt_width=prepared.ids.shape[1],
         **records,
     )
+
+
+def _aligned(xp: Any, record: LayerRecording, width: int, rows: int, beams: Any) -> Any:
+    """Return a record of experts in the columns of `sequences`, whose prompts have `width` columns.
+
+    If there are `beams`, which are as in `GenerateOutput.beam_indices`, rows of the record are beams.
+    """
+    prompt, decode = xp.stack(record.prefill), xp.stack(record.decode).swapaxes(1, 2)
+    steps = decode.shape[2]
+    if beams is not None:
+        # A token is read by the beam from which the next token is chosen.
+        beams = beams[:, 1 : steps + 1]
+        decode = xp.where((beams >= 0)[..., None], decode[:, xp.maximum(beams, 0), xp.arange(steps)[None, :]], -1)
+    prompt = xp.repeat(prompt[:, :, prompt.shape[2] - width :], rows // prompt.shape[1], axis=1)
+    unread = xp.full((*prompt.shape[:1], rows, 1, prompt.shape[3]), -1, prompt.dtype)
+    return xp.concatenate([prompt, decode, unread], axis=2)
 
 
 def _cut_prompts(prepared: Prepared, decoded: Decoded) -> Decoded:

@@ -51,6 +51,8 @@ class TrainConfig:
         accumulate: the number of equal micro-batches in a batch; each step uses the gradient of the whole batch.
         dtype: the dtype of the forward and backward passes; the trained weights stay float32.
         remat: recompute each layer in the backward pass, which saves memory but takes more time.
+        router_loss: add the loss that balances the use of experts, times the model's `router_aux_loss_coef`, as
+            transformers does with `output_router_logits`.
         lora_scale: the factor applied to low-rank updates, if they are trained.
         seed: the seed for dropout.
     """
@@ -67,6 +69,7 @@ class TrainConfig:
     accumulate: int = 1
     dtype: str = "float32"
     remat: bool = False
+    router_loss: bool = False
     lora_scale: float = 1.0
     seed: int = 0
 
@@ -167,11 +170,20 @@ class Metrics:
     tokens: jax.Array
 
 
-def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, rngs=None):
-    """Return the summed cross-entropy of a batch and the number of its labels, both as float32[]."""
+def batch_loss(
+    params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, router_loss: bool = False, rngs=None
+):
+    """Return the summed cross-entropy of a batch and the number of its labels, both as float32[].
+
+    With `router_loss`, the sum includes the routers' loss, once for each label.
+    """
     ids, segments = jnp.asarray(batch.ids), jnp.asarray(batch.segments)
-    out = forward(model, params, ids, attention_mask=segments > 0, segment_ids=segments, remat=remat, rngs=rngs)
-    return next_token_loss(out.logits, jnp.asarray(batch.labels))
+    inputs = {"attention_mask": segments > 0, "segment_ids": segments, "output_router_logits": router_loss}
+    out = forward(model, params, ids, remat=remat, rngs=rngs, **inputs)
+    total, count = next_token_loss(out.logits, jnp.asarray(batch.labels))
+    if out.aux_loss is not None:
+        total = total + (model.router_aux_loss_coef or 0.0) * out.aux_loss * count
+    return total, count
 
 
 def train_step(
@@ -188,6 +200,8 @@ def train_step(
     """
     if has_quantized(frozen):
         raise InputError("frozen has quantized weights, which do not support updates: load it with quantize='none'")
+    if cfg.router_loss and model.family.experts is None:
+        raise ConfigError(f"router_loss is for models with experts, which model_type {model.model_type} does not have")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 
@@ -195,7 +209,7 @@ def train_step(
         params = trained if frozen is None else attach(frozen, trained, cfg.lora_scale)
         params = jax.tree.map(lambda leaf: leaf.astype(cfg.dtype), params)
         rngs = {"dropout": key} if model.attention_dropout > 0 else None
-        return batch_loss(params, part, model, remat=cfg.remat, rngs=rngs)
+        return batch_loss(params, part, model, remat=cfg.remat, router_loss=cfg.router_loss, rngs=rngs)
 
     total, count, gradient = _accumulate(jax.value_and_grad(loss, has_aux=True), state.params, batch, dropout, cfg)
     count = jnp.maximum(count, 1.0)  # a batch without labels has a gradient of 0

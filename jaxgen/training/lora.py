@@ -8,8 +8,8 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from jaxgen.core.model.causal_lm import FUSED
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.lowrank import LowRank
 from jaxgen.errors import ConfigError, InputError
 
@@ -26,7 +26,8 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] | None = No
     The updates are nested like `params`, with `{"a": float32[r, in], "b": float32[out, r]}` for each projection.
 
     Raises:
-        ConfigError: the rank is below 1, or `targets` is empty or contains a name that is not in `TARGETS`.
+        ConfigError: the rank is below 1, `targets` is empty or contains a name that is not in `TARGETS`, or a target is
+            a matrix of experts.
         InputError: `targets` contains a name that `params` do not have, such as "q_proj" if projections are fused.
     """
     if rank < 1:
@@ -44,7 +45,11 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] | None = No
                 continue
             own = jax.random.fold_in(key, index)
             if name in (targets or TARGETS):
-                out, width = child["weight"].shape
+                out, *rest = child["weight"].shape
+                if len(rest) > 1:
+                    allowed = ", ".join(TARGETS[:4])
+                    raise ConfigError(f"targets: {name}: experts cannot have updates: choose from {allowed}")
+                width = rest[0]
                 a = jax.random.normal(own, (rank, width), jnp.float32) / width**0.5
                 chosen[name] = {"a": a, "b": jnp.zeros((out, rank), jnp.float32)}
             elif deeper := updates(child, own):

@@ -5,6 +5,8 @@ Usage, with the packages of requirements-441.txt installed: python make_441.py -
 
 from __future__ import annotations
 
+import pathlib
+
 import numpy as np
 import torch
 from assisted_441 import assisted_goldens
@@ -15,7 +17,7 @@ from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start
 from outputs_441 import output_goldens
 from processors_441 import probabilities, processor_goldens
 from statistics_441 import write_statistics
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen2MoeConfig
 from transformers.generation.logits_process import TopPLogitsWarper
 
 CHECKPOINTS = {
@@ -100,6 +102,23 @@ CHECKPOINTS = {
         ),
     ),
 }
+EXPERTS = {  # with the loss of the router
+    "qwen2-moe": Checkpoint(
+        Qwen2MoeConfig(
+            **shape(vocab=97, hidden=32, mlp=40, layers=4, heads=4, kv_heads=2),
+            **{"rope_theta": 1e4, "max_position_embeddings": 128, "rms_norm_eps": 1e-6},
+            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": False},
+            **{"shared_expert_intermediate_size": 28, "mlp_only_layers": [1], "router_aux_loss_coef": 0.1},
+        ),
+    ),
+    "mixtral": Checkpoint(
+        MixtralConfig(
+            **shape(vocab=101, hidden=32, mlp=24, layers=2, heads=4, kv_heads=1),
+            **{"rope_theta": 1e6, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "sliding_window": None},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+        ),
+    ),
+}
 FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states, attentions and a loss
 
 
@@ -144,10 +163,12 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
     return ids
 
 
-def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 40 groups of 5 rows, one set of options per group, and the steps of each first row with at most 16."""
+def greedy_goldens(
+    oracles: dict[str, Oracle], rng: np.random.Generator, count: int = 40
+) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Return groups of 5 rows, one set of options per group, and the steps of each first row with at most 16."""
     groups, steps = [], {}
-    for g in range(40):
+    for g in range(count):
         name = list(oracles)[g % len(oracles)]
         oracle = oracles[name]
         lengths = rng.permutation([1, rng.integers(2, 8), 12, rng.integers(13, LONGEST), LONGEST])
@@ -244,6 +265,22 @@ def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dic
     return cases, arrays
 
 
+def make_experts(seed: int, out: pathlib.Path) -> None:
+    """Make the goldens of models with experts."""
+    oracles = {}
+    for i, (name, checkpoint) in enumerate(EXPERTS.items()):
+        rng = np.random.default_rng([seed, 13, i])
+        path = out / "checkpoints" / name
+        checkpoint.save(path, rng)
+        oracles[name] = oracle = Oracle(path)
+        arrays = forward_goldens(oracle, [5, 11, 18], rng, full=True, output_router_logits=True)
+        np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
+    groups, _ = greedy_goldens(oracles, np.random.default_rng([seed, 14]), 6)
+    write_lines(out / "expert_greedy.json", groups)
+    write_lines(out / "expert_beams.json", beam_goldens(oracles, False, np.random.default_rng([seed, 15]), 6))
+    write_lines(out / "expert_contrastive.json", contrastive_goldens(oracles, np.random.default_rng([seed, 16]), 4))
+
+
 def main() -> None:
     """Make all goldens."""
     seed, out, cases = start("4.41.1", cases=500)
@@ -287,6 +324,7 @@ def main() -> None:
     write_lines(out / "constrained.json", constrained_goldens(oracles, np.random.default_rng([seed, 10])))
 
     write_bounds(out, [seed, 12])
+    make_experts(seed, out)
 
 
 if __name__ == "__main__":

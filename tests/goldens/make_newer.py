@@ -33,6 +33,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -240,6 +241,36 @@ FAMILIES = {
         ),
     ),
 }
+EXPERTS = {  # with the loss of the router
+    "qwen3-moe": Checkpoint(
+        Qwen3MoeConfig(
+            **shape(vocab=97, hidden=32, mlp=40, layers=3, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=12,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+            num_experts=7,
+            num_experts_per_tok=3,
+            moe_intermediate_size=20,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "qwen3-moe-steps": Checkpoint(
+        Qwen3MoeConfig(
+            **shape(vocab=89, hidden=32, mlp=36, layers=4, heads=4, kv_heads=1),
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
 OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # saved with config.json as written by releases before 5
 
 
@@ -311,27 +342,51 @@ def first_scores(oracle: Oracle, ids: list[int], options: dict, double: bool) ->
     return [None if score == -np.inf else score for score in scores]
 
 
+def make(
+    out: pathlib.Path,
+    name: str,
+    checkpoint: Checkpoint,
+    rng: np.random.Generator,
+    texts: tuple[int, ...] = (7, 30, 48),
+    prompts: tuple[int, ...] = (26, 3, 40),
+    **full,
+) -> tuple[Oracle, dict]:
+    """Make a checkpoint and its logits. Return its oracle and greedy goldens. For `full`, see `forward_goldens`."""
+    path = out / "checkpoints" / name
+    checkpoint.save(path, rng)
+    if name in OLD_SPELLING:
+        spell_as_before_5(path / "config.json")
+    oracle = Oracle(path)
+    arrays = forward_goldens(oracle, list(texts), rng, **full)
+    np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
+    return oracle, greedy_goldens(name, oracle, rng, prompts)
+
+
+def make_experts(seed: int, out: pathlib.Path) -> None:
+    """Make the goldens of models with experts."""
+    groups = []
+    for i, (name, checkpoint) in enumerate(EXPERTS.items()):
+        rng = np.random.default_rng([seed, 4, i])
+        groups.append(make(out, name, checkpoint, rng, full=True, output_router_logits=True)[1])
+    write_lines(out / "expert_greedy.json", groups)
+
+
 def main() -> None:
     """Make all goldens."""
     seed, out = start("5.23.0")
     groups, modes = [], []
     assistant = None
     for i, (name, checkpoint) in enumerate((CHECKPOINTS | FAMILIES).items()):
-        rng = np.random.default_rng([seed, 3, i])
-        path = out / "checkpoints" / name
-        checkpoint.save(path, rng)
-        if name in OLD_SPELLING:
-            spell_as_before_5(path / "config.json")
-        oracle = Oracle(path)
+        rng, full = np.random.default_rng([seed, 3, i]), name in FAMILIES
+        sizes = ((5, 18, 11), (26, 9, 40)) if full else ()
+        oracle, greedy = make(out, name, checkpoint, rng, *sizes, full=full)
         assistant = assistant or oracle
-        full = name in FAMILIES
-        arrays = forward_goldens(oracle, [5, 18, 11] if full else [7, 30, 48], rng, full=full)
-        np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
-        groups.append(greedy_goldens(name, oracle, rng, (26, 9, 40) if full else (26, 3, 40)))
+        groups.append(greedy)
         if full:
             modes += mode_goldens(name, oracle, assistant, rng)
     write_lines(out / "greedy.json", groups)
     write_lines(out / "modes.json", modes)
+    make_experts(seed, out)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,12 @@ def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[
     return cases
 
 
-def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator) -> list[dict]:
+def beam_goldens(
+    oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator, count: int | None = None
+) -> list[dict]:
     """Return a list of option sets, each with its cases."""
     sets = []
-    for number, name, prompts in draw_prompts(oracles, GROUP_SETS if groups else BEAM_SETS, rng):
+    for number, name, prompts in draw_prompts(oracles, count or (GROUP_SETS if groups else BEAM_SETS), rng):
         oracle = oracles[name]
         options = draw_beams(number, groups, rng) | draw_eos(oracle.vocab, number, rng)
         options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
@@ -158,10 +160,12 @@ def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
     return sets
 
 
-def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
+def contrastive_goldens(
+    oracles: dict[str, Oracle], rng: np.random.Generator, count: int = CONTRASTIVE_SETS
+) -> list[dict]:
     """Return a list of option sets, each with its cases. `near_tie`: in float64, different tokens are generated."""
     sets = []
-    for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
+    for number, name, prompts in draw_prompts(oracles, count, rng):
         oracle = oracles[name]
         alpha = float(rng.choice([0.6, rng.uniform(0.05, 1), rng.uniform(1, 2)], p=[0.3, 0.6, 0.1]))
         options = {

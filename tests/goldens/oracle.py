@@ -82,7 +82,7 @@ class Oracle:
         with torch.set_grad_enabled(gradients):
             return self.model(**inputs, use_cache=False, return_dict=True)
 
-    def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray, **options) -> dict[str, np.ndarray]:
         """Return the gradients of the loss, by parameter name.
 
         A row's first token is not a label, because left padding would predict it. Padding attends to every position, so
@@ -90,7 +90,7 @@ class Oracle:
         """
         labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
         self.model.zero_grad()
-        self.forward(ids, mask, gradients=True, labels=labels).loss.backward()
+        self.forward(ids, mask, gradients=True, labels=labels, **options).loss.backward()
         return {name: parameter.grad.numpy() for name, parameter in self.model.named_parameters()}
 
     def greedy(self, ids: list[int], options: dict) -> tuple[list[int], np.ndarray, np.ndarray]:
@@ -117,9 +117,12 @@ def left_pad(rows: list[np.ndarray], rng: np.random.Generator, vocab: int) -> tu
 
 
 def forward_goldens(
-    oracle: Oracle, lengths: list[int], rng: np.random.Generator, *, batch: bool = True, full: bool = False
+    oracle: Oracle, lengths: list[int], rng: np.random.Generator, *, batch: bool = True, full: bool = False, **more
 ) -> dict[str, np.ndarray]:
-    """Return the logits of each row alone and of the left-padded batch; if `full`, also the batch's other outputs."""
+    """Return the logits of each row alone and of the left-padded batch; if `full`, also the batch's other outputs.
+
+    `more` has further options for the outputs and the gradients of a full batch.
+    """
     rows = [rng.integers(0, oracle.vocab, size=n) for n in lengths]
     arrays: dict[str, np.ndarray] = {}
     for i, row in enumerate(rows):
@@ -131,13 +134,13 @@ def forward_goldens(
     options: dict = {}
     if full:
         labels = np.where((mask == 0) | (rng.random(ids.shape) < 0.25), -100, ids)
-        options = {"labels": labels, "output_hidden_states": True, "output_attentions": True}
+        options = {"labels": labels, "output_hidden_states": True, "output_attentions": True, **more}
     out = oracle.forward(ids, mask, **options)
     real = mask.astype(np.float32)
     arrays |= {"ids": ids.astype(np.int32), "attention_mask": mask.astype(np.int32)}
     arrays["logits"] = out.logits.numpy() * real[:, :, None]
     if full:
-        gradients = oracle.gradients(ids, mask, options["labels"])
+        gradients = oracle.gradients(ids, mask, options["labels"], **more)
         arrays |= {f"gradient:{name}": value for name, value in gradients.items()}
         arrays |= {"labels": options["labels"].astype(np.int32), "loss": out.loss.numpy()}
         arrays["hidden_states"] = torch.stack(out.hidden_states).numpy() * real[None, :, :, None]

@@ -9,8 +9,9 @@ import pytest
 
 from jaxgen import CausalLM, InputError, KVCache
 from jaxgen.core.model import workarounds
-from jaxgen.core.model.causal_lm import RMSNorm, activation, param_shapes
+from jaxgen.core.model.causal_lm import RMSNorm, param_shapes
 from jaxgen.core.model.config_keys import ACTIVATIONS
+from jaxgen.core.model.feed_forward import activation
 from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()

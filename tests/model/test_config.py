@@ -324,7 +324,7 @@ def test_both_spellings_of_the_dtype():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "mixtral"),
+        ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"model_type": None}, "model_type"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"use_mrope": True}, "use_mrope"),

@@ -16,8 +16,8 @@ def read(*names):
     return {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in names}
 
 
-BEAMS = read("beams", "group_beams", "constrained")
-OTHERS = read("assisted", "prompt_lookup", "contrastive")
+BEAMS = read("beams", "group_beams", "constrained", "expert_beams")
+OTHERS = read("assisted", "prompt_lookup", "contrastive", "expert_contrastive")
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
 
 pytestmark = [  # random options and lengths can cause these warnings
@@ -74,7 +74,7 @@ def test_tokens_match_transformers(name, group):
 def test_few_cases_are_near_ties():
     for name, groups in (BEAMS | OTHERS).items():
         clear = [not case["near_tie"] for group in groups for case in group["cases"]]
-        assert sum(clear) >= max(0.75 * len(clear), 30), name
+        assert sum(clear) >= max(0.75 * len(clear), 10 if "expert" in name else 30), name
 
 
 DOLA = json.loads((GOLDENS / "445" / "dola.json").read_text())

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.experts import Part, by_file_name
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.core.logits.history import History
 from jaxgen.core.logits.pipeline import build_transform
@@ -17,9 +18,6 @@ from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated, left_pad, model_config, slow
 
 CHECKPOINTS = [folder for source in ("441", "newer") for folder in sorted((GOLDENS / source / "checkpoints").iterdir())]
-
-# The checkpoints with goldens for gradients, hidden states and attention weights
-FULL = [folder for folder in CHECKPOINTS if "labels" in np.load(folder.parents[1] / "logits" / f"{folder.name}.npz")]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints' max length is low
 
@@ -31,6 +29,32 @@ def logits_of(folder: Path):
 
 def named(folder: Path) -> str:
     return f"{folder.parents[1].name}-{folder.name}"
+
+
+def full_outputs() -> list[tuple[Path, dict]]:
+    """Return the checkpoints with goldens for gradients, hidden states and attention weights, and options for these."""
+    has_all = [folder for folder in CHECKPOINTS if "labels" in logits_of(folder)]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in has_all]
+    experts = ["num_experts_per_tok" in config for config in configs]
+    return [
+        (folder, {"output_router_logits": True} if routed else {})
+        for folder, routed in zip(has_all, experts, strict=True)
+    ]
+
+
+FULL = full_outputs()
+
+
+def as_in_torch(params, model, wanted):
+    """Return parameters by their names in torch's module, which contains `wanted`."""
+    flat = flax.traverse_util.flatten_dict(params, sep=".")
+    if not any(name.endswith("gate_up_proj") for name in wanted):
+        parts = by_file_name(flat, model)
+        return {name: part.array[part.expert] if isinstance(part, Part) else part for name, part in parts.items()}
+    for name in [name for name in flat if ".experts." in name and "gate_proj" in name]:
+        up = flat.pop(name.replace("gate_proj", "up_proj"))
+        flat[name.replace("gate_proj.weight", "gate_up_proj")] = np.concatenate([flat.pop(name), up], axis=1)
+    return {name.replace("experts.down_proj.weight", "experts.down_proj"): value for name, value in flat.items()}
 
 
 def some(each: int, values):
@@ -73,19 +97,19 @@ def test_logits_of_a_left_padded_batch(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", FULL, ids=named)
-def test_gradients_of_the_loss(folder):
+@pytest.mark.parametrize(("folder", "options"), FULL, ids=lambda value: getattr(value, "name", ""))
+def test_gradients_of_the_loss(folder, options):
     params, cfg = load(folder)
     golden = logits_of(folder)
     ids, mask, labels = (jnp.asarray(golden[key]) for key in ("ids", "attention_mask", "labels"))
     labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the script that makes the goldens
 
     def loss(params):
-        return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels).loss
+        return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels, **options).loss
 
     gradient = jax.grad(loss)(params)
-    found = flax.traverse_util.flatten_dict(gradient, sep=".")
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
+    found = as_in_torch(gradient, cfg.model, wanted)
     assert found.keys() == wanted.keys()
     # torch's Embedding computes no gradient for the row of the config's pad id. In jaxgen, that row is like any other.
     config = json.loads((folder / "config.json").read_text())
@@ -99,8 +123,8 @@ def test_gradients_of_the_loss(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", FULL, ids=named)
-def test_hidden_states_attentions_and_loss(folder):
+@pytest.mark.parametrize(("folder", "options"), FULL, ids=lambda value: getattr(value, "name", ""))
+def test_hidden_states_attentions_and_loss(folder, options):
     params, cfg = load(folder)
     golden = logits_of(folder)
     real = golden["attention_mask"] == 1
@@ -111,6 +135,7 @@ def test_hidden_states_attentions_and_loss(folder):
         labels=jnp.asarray(golden["labels"]),
         output_hidden_states=True,
         output_attentions=True,
+        **options,
     )
     np.testing.assert_allclose(out.loss, golden["loss"], rtol=1e-5)
     states = np.stack([np.asarray(x) for x in out.hidden_states])
@@ -125,10 +150,10 @@ def test_hidden_states_attentions_and_loss(folder):
 
 
 def greedy_groups():
-    for source in ("441", "newer"):
-        groups = json.loads((GOLDENS / source / "greedy.json").read_text())
+    for source, file in [(source, file) for source in ("441", "newer") for file in ("greedy", "expert_greedy")]:
+        groups = json.loads((GOLDENS / source / f"{file}.json").read_text())
         for number, group in enumerate(groups):
-            name = f"{source}-{number}-{group['checkpoint']}"
+            name = f"{source}-{file}-{number}-{group['checkpoint']}"
             yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 16 != 0))
 
 

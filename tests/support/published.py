@@ -295,9 +295,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LOADED["Qwen3-8B"].config | {"quantization": {"group_size": 64, "bits": 4}},
         "quantization=.*not implemented",
     ),
-    "Qwen1.5-MoE-A2.7B": (_config("qwen2_moe", 16), "model_type 'qwen2_moe' is not implemented"),
-    "Qwen3-30B-A3B": (_config("qwen3_moe", 32), "model_type 'qwen3_moe' is not implemented"),
-    "Mixtral-8x7B-v0.1": (_config("mixtral", 32), "model_type 'mixtral' is not implemented"),
     "a Llama with interleaved RoPE": (
         LOADED["SmolLM2-135M"].config | {"rope_interleaved": True},
         "rope_interleaved=True is not implemented",

@@ -47,9 +47,11 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
             "1, or leave it out"
         )
     if cfg.prefill_chunk_size is not None:
-        for name in ("output_attentions", "output_hidden_states"):
+        for name in ("output_attentions", "output_hidden_states", "output_routed_experts"):
             if getattr(cfg, name):
                 raise ConfigError(f"{name} needs the prompt in one piece: leave out prefill_chunk_size")
+    if cfg.output_routed_experts and cfg.model is not None and cfg.model.sparse_layers == 0:
+        raise ConfigError(f"output_routed_experts is for models with experts, got model_type {cfg.model.model_type}")
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:

@@ -241,7 +241,8 @@ class GenerationConfig(GenerationOptions):
     @property
     def records(self) -> bool:
         """True if any per-step values are requested."""
-        return bool(self.output_scores or self.output_logits or self.output_attentions or self.output_hidden_states)
+        of_layers = self.output_attentions or self.output_hidden_states or self.output_routed_experts
+        return bool(self.output_scores or self.output_logits or of_layers)
 
     @functools.cached_property
     def mode(self) -> str:

@@ -258,6 +258,9 @@ class GenerationOptions(SamplingOptions):
     )
     output_hidden_states: bool = _output(Flag(), "return the hidden states of all layers")
     output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
+    output_routed_experts: bool = _output(
+        Flag(), "return the experts of each token in all layers with experts", since="jaxgen"
+    )
     return_dict_in_generate: bool = _output(Flag(), "no effect: the result is always a GenerateOutput", host=True)
     pad_token_id: Number | None = _output(
         TokenId(per_prompt=False), "the id that pads a row after its end; by default the first eos id", examples=(0, 1)
@@ -442,6 +445,8 @@ OPTIONS: dict[str, Option] = {
     field.name: Option(name=field.name, default=field.default, **field.metadata)
     for field in dataclasses.fields(GenerationOptions)
 }
+# Options that store values of each step, except log-probabilities
+RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions", "output_routed_experts")
 TRACED: dict[str, Option] = {name: option for name, option in OPTIONS.items() if option.kind.traced}
 
 

@@ -35,7 +35,7 @@ class Forward:
         logits: float32[streams * rows, n, V], at all T positions (n = T) or at each row's last token (n = 1).
         states: L + 1 arrays of hidden states at the same positions, `[streams * rows, n, D]`. Empty unless there is a
             hook or `Needs.layer_states` is True.
-        out: hidden states and attention weights at all T positions, if requested.
+        out: hidden states, attention weights and routed experts at all T positions, if requested.
         cache: the cache, with the tokens added.
         hidden: `[rows, T, D]`, the last layer's normed hidden states at all T positions in the stream with the prompt;
             None unless `Needs.final_states` is True.
@@ -192,6 +192,7 @@ def in_one_pass(
         logits_to_keep=0 if column is None else column[:, None],
         output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
+        output_router_logits=run.cfg.output_routed_experts,
         context=dataclasses.replace(run.context, adapter=tokens.adapter),
     )
     assert out.cache is not None
@@ -203,7 +204,8 @@ def in_one_pass(
         states = out.hidden_states
         if column is not None:
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
-    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
+    of_rows = dataclasses.replace(out, cache=None, aux_loss=None)  # all arrays have the rows on their first axis
+    return Forward(out.logits, states, of_rows, out.cache, hidden)
 
 
 def _in_pieces(run: Run, tokens: Tokens, cache: KVCache, last: jax.Array, size: int) -> Forward:

@@ -19,13 +19,15 @@ from jaxgen.shapes import put, short_repr
 class LayerRecording(RowState):
     """Values from the model's layers for the prompts' tokens and for each generated token that the model has read.
 
-    Entries along a token axis correspond to the columns of `GenerateOutput.sequences`; entries for padding are zero.
+    Entries along a token axis correspond to the columns of `GenerateOutput.sequences`; entries for padding are zero, or
+    -1 for experts.
 
     Attributes:
-        prefill: one array per layer: hidden states `[B, P, D]` or attention weights float32[B, A, P, P].
-        decode: one array per layer: `[N - 1, rows, D]` or float32[N - 1, rows, A, P + N]. There are N - 1 steps because
-            the first token is chosen after the prefill. Entries for steps not taken are zero. Inside the loop, the
-            first two axes are swapped: `[rows, N - 1, ...]`.
+        prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, A, P, P] or routed experts
+            int32[B, P, k].
+        decode: one array per layer: `[N - 1, rows, D]`, float32[N - 1, rows, A, P + N] or int32[N - 1, rows, k]. There
+            are N - 1 steps because the first token is chosen after the prefill. Entries for steps not taken are zero
+            (-1 for experts). Inside the loop, the first two axes are swapped: `[rows, N - 1, ...]`.
     """
 
     of_prompts = ("prefill",)
@@ -39,7 +41,7 @@ class LayerRecording(RowState):
         """Return the record, trimmed to `width` prompt columns and `new_tokens` new tokens.
 
         In the result, `decode` has the steps on its first axis. Columns that pad prompts to a bucket are removed. For
-        attention weights, `tokens` is the number of generated tokens to keep on the last axis; None for hidden states.
+        attention weights, `tokens` is the number of generated tokens to keep on the last axis; otherwise None.
         """
         padding = self.prefill[0].shape[-2] - width
         prefill = tuple(x[..., padding:, :] for x in self.prefill)
@@ -65,12 +67,14 @@ def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
 
 
-def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    """Take the entries of `x [rows, ...]` at `columns int32[rows, P]` along an axis. Negative indices yield 0."""
+def _in_columns(x: jax.Array, columns: jax.Array, axis: int, missing: int = 0) -> jax.Array:
+    """Take the entries of `x [rows, ...]` at `columns int32[rows, P]` along an axis, or `missing` at negative ones."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = columns.shape
     columns = columns.reshape(shape)
-    return jnp.where(columns >= 0, jnp.take_along_axis(x, jnp.maximum(columns, 0), axis=axis), jnp.zeros((), x.dtype))
+    return jnp.where(
+        columns >= 0, jnp.take_along_axis(x, jnp.maximum(columns, 0), axis=axis), jnp.asarray(missing, x.dtype)
+    )
 
 
 @flax.struct.dataclass
@@ -82,6 +86,7 @@ class Recording(RowState):
         logits: float32[rows, N, V], the model's logits.
         hidden_states: the embeddings, then the hidden states of the L layers.
         attentions: the attention weights of the L layers.
+        routed_experts: the experts in the layers that have them.
         columns: int32[rows, P]; see `columns_of`.
     """
 
@@ -89,6 +94,7 @@ class Recording(RowState):
     logits: jax.Array | None = None
     hidden_states: LayerRecording | None = None
     attentions: LayerRecording | None = None
+    routed_experts: LayerRecording | None = None
     columns: jax.Array | None = None
 
     @classmethod
@@ -97,7 +103,7 @@ class Recording(RowState):
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
         later = max(capacity - 1, 1)  # the number of steps after the first, but at least 1, so that no array is empty
-        hidden = attentions = None
+        hidden = attentions = routed = None
         if cfg.output_hidden_states and out.hidden_states is not None:
             prefill = tuple(_in_columns(x[:prompts], columns, 1) for x in out.hidden_states)
             hidden = LayerRecording(prefill, tuple(jnp.zeros((prompts, later, x.shape[-1]), x.dtype) for x in prefill))
@@ -105,11 +111,16 @@ class Recording(RowState):
             prefill = tuple(_in_columns(_in_columns(x[:prompts], columns, 2), columns, 3) for x in out.attentions)
             room = [(prompts, later, x.shape[1], width + capacity) for x in prefill]
             attentions = LayerRecording(prefill, tuple(jnp.zeros(shape, jnp.float32) for shape in room))
+        if cfg.output_routed_experts and out.routed_experts is not None:
+            prefill = tuple([_in_columns(x[:prompts], columns, 1, missing=-1) for x in out.routed_experts])
+            decode = tuple([jnp.full((prompts, later, x.shape[-1]), -1, x.dtype) for x in prefill])
+            routed = LayerRecording(prefill, decode)
         return cls(
             scores=jnp.zeros(everything, jnp.float32) if cfg.output_scores else None,
             logits=jnp.zeros(everything, jnp.float32) if cfg.output_logits else None,
             hidden_states=hidden,
             attentions=attentions,
+            routed_experts=routed,
             columns=columns if attentions is not None else None,
         )
 
@@ -128,7 +139,7 @@ class Recording(RowState):
 
         Generated tokens come after the `offset` slots of the cache's prefix or, without a prefix, after the prompt.
         """
-        hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
+        hidden, attentions, columns, routed = self.hidden_states, self.attentions, self.columns, self.routed_experts
         rows = step.shape[0]
         if hidden is not None and out.hidden_states is not None:
             hidden = hidden.put(step, live, [x[:rows, column] for x in out.hidden_states])
@@ -138,7 +149,9 @@ class Recording(RowState):
             columns = jnp.concatenate([columns, first + jnp.arange(capacity, dtype=jnp.int32)[None, :]], axis=-1)
             layers = [_in_columns(x[:rows, :, column], columns, 2) for x in out.attentions]
             attentions = attentions.put(step, live, layers)
-        return dataclasses.replace(self, hidden_states=hidden, attentions=attentions)
+        if routed is not None and out.routed_experts is not None:
+            routed = routed.put(step, live, [x[:rows, column] for x in out.routed_experts])
+        return dataclasses.replace(self, hidden_states=hidden, attentions=attentions, routed_experts=routed)
 
 
 def put_step(buffer: jax.Array, step: jax.Array, live: jax.Array, values: jax.Array) -> jax.Array:

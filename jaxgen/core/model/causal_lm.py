@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,9 +29,10 @@ from jaxgen.core.model import workarounds
 from jaxgen.core.model.attention import attention
 from jaxgen.core.model.cache import KeysValues, KVCache
 from jaxgen.core.model.config import LayerSpec, ModelConfig
-from jaxgen.core.model.config_keys import ACTIVATIONS
 from jaxgen.core.model.context import NO_CONTEXT, Context
-from jaxgen.core.model.loss import mean_loss
+from jaxgen.core.model.experts import Routing, SparseMLP
+from jaxgen.core.model.feed_forward import MLP, Linear, project
+from jaxgen.core.model.loss import mean_loss, router_loss
 from jaxgen.core.model.masks import Placement, place
 from jaxgen.core.model.rope import rotate
 from jaxgen.core.model.weights import Weight, linear, look_up, parameter
@@ -50,6 +50,10 @@ class ModelOutput:
         cache: the cache, including the new tokens; None if none was passed.
         hidden_states: L + 1 arrays `[B, T, D]`, from the embeddings to the final norm's output; None if not requested.
         attentions: L arrays float32[B, A, T, S], the attention weights; None if not requested.
+        router_logits: one array `[B, T, E]` for each layer with experts; None if not requested.
+        aux_loss: float32[], the loss of the routers, without the factor; None if `router_logits` is.
+        routed_experts: one array int32[B, T, k] for each layer with experts, the experts of each token, in descending
+            order of their probabilities; None if `router_logits` is.
     """
 
     logits: jax.Array
@@ -57,6 +61,9 @@ class ModelOutput:
     cache: KVCache | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
     attentions: tuple[jax.Array, ...] | None = None
+    router_logits: tuple[jax.Array, ...] | None = None
+    aux_loss: jax.Array | None = None
+    routed_experts: tuple[jax.Array, ...] | None = None
 
     __repr__ = short_repr
 
@@ -83,46 +90,6 @@ class RMSNorm(nn.Module):
             wide = wide.astype(rows.dtype)
         factor = 1 + weight if rule.unit_offset else weight
         return (factor[None, :] * wide).astype(rows.dtype)
-
-
-class Linear(nn.Module):
-    """`torch.nn.Linear`, with `weight [out, in]` and an optional `bias [out]`."""
-
-    features: int
-    use_bias: bool
-    cfg: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Map `[..., in]` to `[..., out]`."""
-        cfg = self.cfg
-        init = nn.initializers.normal(cfg.initializer_range)
-        weight = parameter(self, "weight", (self.features, x.shape[-1]), init, cfg.dtype)
-        bias = None
-        if self.use_bias:
-            bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
-        return linear(x, weight, bias, context)
-
-
-# Groups of projections with the same input. `fuse_projections` in model/fused.py merges each group into one matrix.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def projection_sizes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the number of outputs of each projection in `FUSED`."""
-    queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-    return {"qkv_proj": (queries, keys, keys), "gate_up_proj": (cfg.intermediate_size,) * 2}
-
-
-def _project(
-    module: Attention | MLP, x: jax.Array, context: Context, fused: str, widths: tuple[int, ...], use_bias: bool
-) -> list[jax.Array]:
-    """Apply the projections in `FUSED[fused]` to `x [..., in]`, whether they are fused or separate."""
-    cfg, names = module.cfg, FUSED[fused]
-    if module.has_variable("params", fused) or (module.is_initializing() and cfg.family.fused):
-        out = Linear(sum(widths), use_bias, cfg, name=fused)(x, context)
-        return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
-    return [Linear(width, use_bias, cfg, name=name)(x, context) for name, width in zip(names, widths, strict=True)]
 
 
 class Embedding(nn.Module):
@@ -157,8 +124,10 @@ class Attention(nn.Module):
         cfg, layer = self.cfg, self.layer
         batch, steps, _ = x.shape
 
-        sizes = projection_sizes(cfg)["qkv_proj"]
-        q, k, v = _project(self, x, placement.context, "qkv_proj", sizes, cfg.attention_bias)
+        def apply(width: int, name: str) -> jax.Array:
+            return Linear(width, cfg.attention_bias, cfg, name=name)(x, placement.context)
+
+        q, k, v = project(self, "qkv_proj", cfg.qkv_sizes, apply, cfg.family.fused)
         norms = cfg.family.norms.queries_keys
         if norms == "projection":
             q, k = RMSNorm(cfg, name="q_norm")(q), RMSNorm(cfg, name="k_norm")(k)
@@ -184,33 +153,6 @@ class Attention(nn.Module):
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, placement.context), weights, last
 
 
-class MLP(nn.Module):
-    """Gated feed-forward layer (SwiGLU, arXiv 2002.05202), as in `Qwen2MLP`."""
-
-    cfg: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Map `x [B, T, D]` to `[B, T, D]`."""
-        cfg = self.cfg
-        gate, up = _project(self, x, context, "gate_up_proj", projection_sizes(cfg)["gate_up_proj"], cfg.mlp_bias)
-        gated = _gated(cfg.hidden_act)(gate, up)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated, context)
-
-
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Return the elementwise function with this name. The function computes in float32 and rounds once, as in torch."""
-    function, options = ACTIVATIONS[name]
-    apply = functools.partial(getattr(jax.nn, function), **options)
-    return lambda x: apply(x.astype(jnp.float32)).astype(x.dtype)
-
-
-@functools.cache
-def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    act = activation(name)
-    return workarounds.recomputed(lambda gate, up: act(gate) * up)
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward layer with the norms of the family's `NormRule`, as in `Qwen2DecoderLayer`."""
 
@@ -218,8 +160,13 @@ class DecoderLayer(nn.Module):
     layer: LayerSpec
 
     @nn.compact
-    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...]):
-        """Return the layer's output `[B, T, D]`, the attention weights, and the cache's last part."""
+    def __call__(
+        self, x: jax.Array, placement: Placement, parts: tuple[KeysValues, ...], experts: jax.Array | None = None
+    ):
+        """Return the layer's output `[B, T, D]`, the attention weights, the cache's last part, and the `Routing`.
+
+        The last is None in a layer without experts. `experts` replaces the router's choice.
+        """
         cfg, norms = self.cfg, self.cfg.family.norms
 
         def normed(x: jax.Array, name: str, wanted: bool) -> jax.Array:
@@ -234,8 +181,12 @@ class DecoderLayer(nn.Module):
         # Without a norm of attention's output, transformers uses that norm's name for the norm before the MLP.
         name = "pre_feedforward_layernorm" if norms.after else "post_attention_layernorm"
         with jax.named_scope("mlp"):
-            out = MLP(cfg, name="mlp")(normed(x, name, norms.before), placement.context)
-            return added(x, normed(out, "post_feedforward_layernorm", norms.after)), weights, last
+            inputs, routing = normed(x, name, norms.before), None
+            if self.layer.experts:
+                out, routing = SparseMLP(cfg, name="mlp")(inputs, placement.context, experts)
+            else:
+                out = MLP(cfg, cfg.intermediate_size, name="mlp")(inputs, placement.context)
+            return added(x, normed(out, "post_feedforward_layernorm", norms.after)), weights, last, routing
 
 
 class Layers(nn.Module):
@@ -245,19 +196,24 @@ class Layers(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the hidden states (each layer's input and the final output), the attention weights, and the cache."""
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None, routed: jax.Array | None):
+        """Return the hidden states (each layer's input and the final output), the attention weights, and the cache.
+
+        The fourth result is the list of `Routing`s of the layers with experts; `routed` replaces their choices.
+        """
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
-        states, attentions, written = [x], [], []
+        states, attentions, written, routings = [x], [], [], []
         for index, layer in enumerate(self.cfg.layers):
             parts = tuple([part.layers[index] for part in cache.parts]) if cache else ()
-            x, weights, last = decoder_layer(self.cfg, layer, name=str(index))(x, placement, parts)
+            own = None if routed is None or not layer.experts else routed[len(routings)]
+            x, weights, last, routing = decoder_layer(self.cfg, layer, name=str(index))(x, placement, parts, own)
+            routings += [] if routing is None else [routing]
             states.append(x)
             attentions.append(weights)
             written.append(last)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(written))
-        return states, attentions, cache
+        return states, attentions, cache, routings
 
 
 class Model(nn.Module):
@@ -272,13 +228,13 @@ class Model(nn.Module):
         self.layers = Layers(self.cfg, self.remat)
         self.norm = RMSNorm(self.cfg)
 
-    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the L + 1 hidden states (only the last is normalized), the attention weights, and the cache."""
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None, routed: jax.Array | None):
+        """Return the L + 1 hidden states (only the last is normalized), and the other results of the layers."""
         if self.cfg.embedding_multiplier is not None:
             x = x * self.cfg.embedding_multiplier
-        states, attentions, cache = self.layers(x, placement, cache)
+        states, attentions, cache, routings = self.layers(x, placement, cache, routed)
         states[-1] = self.norm(states[-1])
-        return states, attentions, cache
+        return states, attentions, cache, routings
 
 
 class CausalLM(nn.Module):
@@ -315,8 +271,10 @@ class CausalLM(nn.Module):
         key_mask: jax.Array | None = None,
         labels: jax.Array | None = None,
         logits_to_keep: int | jax.Array = 0,
+        routed_experts: jax.Array | tuple[jax.Array, ...] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        output_router_logits: bool = False,
         context: Context = NO_CONTEXT,
     ) -> ModelOutput:
         """Run the model on T new tokens per row. Attention dropout is active if a "dropout" rng is passed.
@@ -338,7 +296,11 @@ class CausalLM(nn.Module):
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts the labels.
             logits_to_keep: an int n, to compute logits only for the last n positions (0 for all), or an array
                 int32[B, n] of positions.
+            routed_experts: int32[layers with experts, B, T, k], or a tuple with an array per layer: the experts to use.
+                Negative entries leave the choice to the routers, which compute the weights of all experts.
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
+            output_router_logits: also return the routers' logits, choices and loss. `loss` then includes the routers'
+                loss, times `router_aux_loss_coef`.
             context: information about the pass, used in multiplications by weights; see `Context`.
 
         Raises:
@@ -353,7 +315,10 @@ class CausalLM(nn.Module):
             self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
         )
         placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
-        states, attentions, cache = self.model(x, placement, cache)
+        if isinstance(routed_experts, tuple):
+            routed_experts = jnp.stack(routed_experts)
+        self._check_routing(x, routed_experts, output_router_logits)
+        states, attentions, cache, routings = self.model(x, placement, cache, routed_experts)
         if overflow is not None:
             states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
         if cache is not None and output_attentions:
@@ -361,7 +326,24 @@ class CausalLM(nn.Module):
         logits = self.head(_keep(states[-1], logits_to_keep), context)
         loss = None if labels is None else mean_loss(logits, labels)
         hidden_states = tuple(states) if output_hidden_states else None
-        return ModelOutput(logits, loss, cache, hidden_states, tuple(attentions) if output_attentions else None)
+        out = ModelOutput(logits, loss, cache, hidden_states, tuple(attentions) if output_attentions else None)
+        return self._with_routing(out, routings, attention_mask) if output_router_logits else out
+
+    def _check_routing(self, x: jax.Array, routed: jax.Array | None, wanted: bool) -> None:
+        layers, count = self.cfg.sparse_layers, self.cfg.num_experts_per_tok
+        if not layers and (wanted or routed is not None):
+            raise InputError("output_router_logits and routed_experts need a model with experts, which this one is not")
+        shape = (layers, *x.shape[:2], count)
+        if routed is not None and (routed.shape != shape or not jnp.issubdtype(routed.dtype, jnp.integer)):
+            found = f"{routed.dtype}{list(routed.shape)}"
+            raise InputError(f"routed_experts must be integers of shape {list(shape)}, got {found}")
+
+    def _with_routing(self, out: ModelOutput, routings: list[Routing], mask: jax.Array | None) -> ModelOutput:
+        logits = tuple([routing.logits for routing in routings])
+        aux_loss = router_loss(logits, mask, self.cfg.num_experts_per_tok or 0)
+        loss = None if out.loss is None else out.loss + (self.cfg.router_aux_loss_coef or 0.0) * aux_loss
+        experts = tuple([routing.experts for routing in routings])
+        return dataclasses.replace(out, loss=loss, router_logits=logits, aux_loss=aux_loss, routed_experts=experts)
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; an id outside the vocabulary gives NaN."""
@@ -442,13 +424,15 @@ def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT, 
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, keyed by its Hugging Face name, such as "model.embed_tokens.weight"."""
-    one = cfg.first_layers(1)  # all layers have the same shapes
-    variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    # All layers of a kind have the same shapes.
+    kinds = {layer.experts: layer for layer in cfg.layers}
+    few = dataclasses.replace(cfg, num_hidden_layers=len(kinds), layers=tuple(kinds.values()))
+    variables = jax.eval_shape(lambda: CausalLM(few).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
     prefix = "model.layers."
-    shapes = {
-        f"{prefix}{layer}.{name.removeprefix(f'{prefix}0.')}" if name.startswith(prefix) else name: leaf.shape
-        for layer in range(cfg.num_hidden_layers)
-        for name, leaf in flat.items()
-    }
+    shapes = {name: leaf.shape for name, leaf in flat.items() if not name.startswith(prefix)}
+    for index, layer in enumerate(cfg.layers):
+        same = f"{prefix}{list(kinds).index(layer.experts)}."
+        own = {name.removeprefix(same): leaf.shape for name, leaf in flat.items() if name.startswith(same)}
+        shapes |= {f"{prefix}{index}.{name}": shape for name, shape in own.items()}
     return dict(sorted(shapes.items(), key=lambda item: item[0].split(".")))  # the order of the pytree's leaves

@@ -23,10 +23,12 @@ class LayerSpec:
     Attributes:
         window: the maximum number of tokens that a token attends to, including itself; None for all.
         rope: the RoPE of queries and keys; None if they are not rotated.
+        experts: whether the feed-forward layer consists of experts, a few of which are used for each token.
     """
 
     window: int | None
     rope: RopeConfig | None
+    experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,13 @@ class ModelConfig:
         dtype: the dtype of the checkpoint's weights.
         query_pre_attn_scalar, attn_logit_softcapping, final_logit_softcapping, attention_multiplier,
             embedding_multiplier, residual_multiplier, logits_scaling: None in families that do not have them.
+        num_experts: the number of experts in each layer that has them; None in families without experts. The same
+            applies to the following fields.
+        num_experts_per_tok: the number of experts that are used for a token.
+        moe_intermediate_size: the width of an expert.
+        shared_expert_intermediate_size: the width of the shared expert; None if there is none.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        router_aux_loss_coef: the factor of the router's loss in training.
     """
 
     model_type: str
@@ -70,11 +79,22 @@ class ModelConfig:
     embedding_multiplier: float | None = None
     residual_multiplier: float | None = None
     logits_scaling: float | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool | None = None
+    router_aux_loss_coef: float | None = None
 
     @property
     def family(self) -> Family:
         """The record of the architecture."""
         return FAMILIES[self.model_type]
+
+    @property
+    def sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return sum(layer.experts for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -85,6 +105,12 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different RoPEs of the layers, in the order of their first layers."""
         return tuple(dict.fromkeys([layer.rope for layer in self.layers if layer.rope is not None]))
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """The number of outputs of the query, key and value projections."""
+        keys = self.num_key_value_heads * self.head_dim
+        return self.num_attention_heads * self.head_dim, keys, keys
 
     @property
     def attention_scale(self) -> float | None:
@@ -110,10 +136,12 @@ class ModelConfig:
     @property
     def matrix_parameters(self) -> int:
         """The number of parameters in matrices, computed without tracing the model."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        layer = self.hidden_size * (3 * self.intermediate_size + heads * self.head_dim)
-        tables = 1 if self.tie_word_embeddings else 2
-        return tables * self.vocab_size * self.hidden_size + self.num_hidden_layers * layer
+        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        count, shared = self.num_experts or 0, self.shared_expert_intermediate_size or 0
+        experts = count * (1 + 3 * (self.moe_intermediate_size or 0)) + 3 * shared + bool(shared)
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size
+        outputs = [heads + (experts if layer.experts else 3 * self.intermediate_size) for layer in self.layers]
+        return self.hidden_size * (tables + sum(outputs))
 
     @property
     def context_length(self) -> int:
@@ -154,7 +182,7 @@ class ModelConfig:
         config: dict[str, Any] = {
             "architectures": [family.architecture],
             "model_type": self.model_type,
-            **{name: getattr(self, name) for name in (*FIELDS, *family.fields) if name in names},
+            **{name: getattr(self, name) for name in (*FIELDS, *family.own_fields) if name in names},
             family.activation: self.hidden_act,
             "torch_dtype": self.dtype,
             "use_cache": True,
@@ -164,6 +192,8 @@ class ModelConfig:
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
         config |= family.ropes.write(tuple([layer.rope for layer in self.layers]), self.windows)
+        if family.experts:
+            config |= family.experts.write(self.num_experts, tuple([layer.experts for layer in self.layers]))
         if ModelConfig.from_hf(config) != self:
             raise ConfigError(f"a config.json of model_type {self.model_type} cannot express {self}")
         return config
@@ -190,7 +220,11 @@ def read_model(config: Mapping[str, Any]) -> tuple[ModelConfig, list[str]]:
     fields |= {name: values[rule] if isinstance(rule, str) else rule for name, rule in family.biases.items()}
     windows = family.windows.read(config)
     ropes, notes = family.ropes.read(config, windows)
-    layers = tuple([LayerSpec(window, rope) for window, rope in zip(windows, ropes, strict=True)])
+    experts = (False,) * len(windows)
+    if family.experts:
+        sizes, experts = family.experts.read(config)
+        fields |= sizes
+    layers = tuple([LayerSpec(*parts) for parts in zip(windows, ropes, experts, strict=True)])
     model = ModelConfig(**fields, model_type=model_type, layers=layers)
     if unknown := config_keys.unknown(config, family.own_keys):
         notes = [f"unknown keys are ignored, as in transformers: {one_line(', '.join(unknown), 500)}", *notes]
@@ -219,7 +253,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
     """Read the values of `FIELDS` and the dtype from a config.json; also return a list of all problems."""
     dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
     dtypes = {name: value.removeprefix("torch.") if isinstance(value, str) else value for name, value in dtypes.items()}
-    fields = FIELDS | {name: one_of(DTYPES) for name in dtypes} | dict(family.fields)
+    fields = FIELDS | {name: one_of(DTYPES) for name in dtypes} | family.own_fields
     values, problems = read_fields(fields, {**config, **dtypes})
     if not problems and len(set(dtypes.values())) > 1:
         problems.append(f"dtype {dtypes['dtype']} and torch_dtype {dtypes['torch_dtype']} differ: keep one")
@@ -276,7 +310,8 @@ def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, Mapping) and "dynamic" in (rope.get("type"), rope.get("rope_type")) and values["head_dim"] == 2:
         problems.append("dynamic RoPE needs a head_dim of at least 4")
-    return problems + _errors(family.windows.read, config)
+    problems += _errors(family.windows.read, config)
+    return problems + (_errors(family.experts.read, config) if family.experts else [])
 
 
 def _unfit(rope: RopeConfig, head_dim: int) -> list[str]:

@@ -55,6 +55,11 @@ def flag(default: Any = REQUIRED) -> Field:
     return Field("true or false", lambda value: type(value) is bool, default)
 
 
+def only(value: bool) -> Field:
+    """Return an optional field with a single valid value."""
+    return Field("true" if value else "false", lambda given: given is value, value)
+
+
 def one_of(names: Iterable[str]) -> Field:
     """Return a field whose value must be one of `names`."""
     names = tuple(names)

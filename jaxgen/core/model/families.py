@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgen.core.model.config_fields import FULL, SLIDING, Field, positive
+from jaxgen.core.model.config_fields import FULL, SLIDING, Field, only, positive, whole
+from jaxgen.core.model.expert_config import MIXTRAL_EXPERTS, QWEN_EXPERTS, QWEN_SHARED, ExpertRule
 from jaxgen.core.model.rope_config import LONG_ROPE, ONE_ROPE, SWITCHED_ROPE, RopeRule, by_window, rope_switches
 from jaxgen.errors import ConfigError, shown
 
@@ -60,8 +61,9 @@ class Family:
             have been the same in all releases (4.28 to 5.24).
         ropes: the rule for each layer's RoPE.
         norms: the rule for norms.
-        fields: keys of config.json that only some families read. Values with which results differ are fields of
-            `ModelConfig` with the same names; of all other keys, only one value is allowed.
+        experts: the rule for experts; None if no layer has any.
+        fields: keys of config.json that only some families read, or that have other valid values than in `FIELDS`. If
+            results depend on their values, `ModelConfig` has fields of the same names.
         activation: the key of config.json with the activation function.
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
@@ -77,6 +79,7 @@ class Family:
     defaults: Mapping[str, Any]
     ropes: RopeRule = ONE_ROPE
     norms: NormRule = NormRule()
+    experts: ExpertRule | None = None
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     activation: str = "hidden_act"
     attention_bias: bool | str = False
@@ -97,9 +100,15 @@ class Family:
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
 
     @property
+    def own_fields(self) -> dict[str, Field]:
+        """`fields`, and those of experts."""
+        return {**self.fields, **(self.experts.fields if self.experts else {})}
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """All config.json keys that this family reads and others may not."""
-        return self.keys | set(self.fields) | set(self.ropes.keys) | {self.activation}
+        experts = {*self.experts.keys, *EXPERT_TRAINING} if self.experts else ()
+        return self.keys | set(self.own_fields) | set(self.ropes.keys) | {self.activation, *experts}
 
 
 def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
@@ -188,10 +197,19 @@ def _windows_without_rope(config: Mapping[str, Any]) -> list[bool]:
     return [active and not has_rope for has_rope in rope_switches(config, config["num_hidden_layers"])]
 
 
+def _write_no_windows(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> dict[str, Any]:
+    return {"use_sliding_window": False, "sliding_window": None}
+
+
+# Keys of models with experts that only affect training in transformers
+EXPERT_TRAINING = ("output_router_logits", "router_jitter_noise")
+
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
 # No layer has a window. A config converted from another family may contain `SWITCH_KEYS`, with windows switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
+# The same for classes that have windows. transformers 4.41.1 uses `sliding_window` even where it is switched off.
+WINDOWS_OFF = WindowRule(SWITCH_KEYS, _no_windows, _write_no_windows)
 # If `use_sliding_window` is true, the layers that `layer_types` or `max_window_layers` selects have sliding windows.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
 # The same window in every layer, or none if `sliding_window` is null.
@@ -207,6 +225,12 @@ _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": 
 _QWEN = _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
+_MIXTRAL = _DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
+_MIXTRAL |= {"rms_norm_eps": 1e-5}
+
+# transformers 5 writes a window of 0 where windows are switched off.
+_NO_WINDOW_SIZE = {"sliding_window": whole(0, None)}
 
 _TANH = "gelu_pytorch_tanh"
 _GEMMA = _DEFAULTS | {"head_dim": 256, "max_position_embeddings": 8192, "hidden_act": _TANH}
@@ -258,6 +282,27 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
     ),
     "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW, _MISTRAL),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        "Qwen2Tokenizer",
+        WINDOWS_OFF,
+        _QWEN | {"num_key_value_heads": 16},
+        experts=QWEN_SHARED,
+        fields=_NO_WINDOW_SIZE | {"qkv_bias": only(True)},
+        attention_bias=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "Qwen2Tokenizer",
+        WINDOWS_OFF,
+        _QWEN | {"num_key_value_heads": 4},
+        norms=NormRule(queries_keys="head"),
+        experts=QWEN_EXPERTS,
+        fields=_NO_WINDOW_SIZE,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+    ),
+    "mixtral": Family("MixtralForCausalLM", "LlamaTokenizer", ONE_WINDOW, _MIXTRAL, experts=MIXTRAL_EXPERTS),
     "phi3": Family(
         "Phi3ForCausalLM",
         "LlamaTokenizer",

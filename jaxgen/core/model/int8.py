@@ -71,8 +71,7 @@ class Int8:
 
     def specs(self, spec: PartitionSpec) -> Int8:
         """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
-        outputs, _ = spec or (None, None)
-        return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
+        return Int8(spec, PartitionSpec(*spec[:-1]), self.dtype)  # pyright: ignore
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.core.model.causal_lm import FUSED, param_shapes, projection_sizes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.lowrank import Adapters
 from jaxgen.core.model.weights import Quantized
 
@@ -27,7 +28,7 @@ def fused(node: Any, donate: bool = False) -> Any:
         layers = [node[part] for part in parts]
         if not _can_be_fused([layer["weight"] for layer in layers]):
             continue
-        result[name] = jax.tree.map(_concatenated, *layers, is_leaf=_is_adapters)
+        result[name] = jax.tree.map(_concatenated, *layers, is_leaf=_is_weight)
         for part in parts:
             del result[part]
         if donate:
@@ -45,11 +46,23 @@ def _can_be_fused(weights: list[Any]) -> bool:
 
 
 def _concatenated(*parts: Any) -> Any:
-    return Adapters.fused(parts) if _is_adapters(parts[0]) else jnp.concatenate(parts)
+    if _is_adapters(parts[0]):
+        return Adapters.fused(parts)
+    axis = output_axis(parts[0])
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
+
+
+def output_axis(weight: Any) -> int:
+    """Return the axis of outputs in each array of a parameter: 1 for a stack of matrices `[E, F, D]`, otherwise 0."""
+    return 1 if len(weight.shape) == 3 else 0
 
 
 def _is_adapters(node: Any) -> bool:
     return isinstance(node, Adapters)
+
+
+def _is_weight(node: Any) -> bool:
+    return isinstance(node, Adapters | Quantized)
 
 
 def as_stored(params: Any, model: ModelConfig) -> Any:
@@ -66,21 +79,25 @@ def separate(params: Any, model: ModelConfig) -> Any:
         if key not in FUSED or not isinstance(child, Mapping):
             result[key] = separate(child, model)
             continue
-        for number, (part, start, end) in enumerate(parts_of(key, model)):
+        weight = child["weight"]
+        for number, (part, start, end) in enumerate(parts_of(key, model, weight.shape[output_axis(weight)])):
             cut = functools.partial(_part, number=number, start=start, end=end)
-            result[part] = jax.tree.map(cut, child, is_leaf=_is_adapters)
+            result[part] = jax.tree.map(cut, child, is_leaf=_is_weight)
     return result
 
 
-def parts_of(fused: str, model: ModelConfig) -> list[tuple[str, int, int]]:
-    """Return the name of each projection in a fused matrix, and the range of its rows."""
-    widths = projection_sizes(model)[fused]
+def parts_of(fused: str, model: ModelConfig, rows: int) -> list[tuple[str, int, int]]:
+    """Return the name of each projection in a fused matrix with this many rows, and the range of its rows."""
+    widths = model.qkv_sizes if fused == "qkv_proj" else (rows // 2, rows // 2)
     ends = [int(end) for end in np.cumsum(widths)]
     return [(part, end - width, end) for part, width, end in zip(FUSED[fused], widths, ends, strict=True)]
 
 
 def _part(node: Any, number: int, start: int, end: int) -> Any:
-    return node.part(number) if _is_adapters(node) else node[start:end]
+    if _is_adapters(node):
+        return node.part(number)
+    rows = (slice(None),) * output_axis(node) + (slice(start, end),)
+    return jax.tree.map(lambda array: array[rows], node)
 
 
 def _has_fused(node: Any) -> bool:
@@ -97,11 +114,20 @@ def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple
         if group is None or name in shapes:
             continue
         joined = ".".join((*path[:-2], group, path[-1]))
-        parts = {".".join((*path[:-2], part, path[-1])): end - start for part, start, end in parts_of(group, model)}
+        parts = [".".join((*path[:-2], part, path[-1])) for part in FUSED[group]]
         if parent == group and all(part in shapes for part in parts):
             removed = [shapes.pop(part) for part in parts]
-            shapes[joined] = (sum(shape[0] for shape in removed), *removed[0][1:])
+            shapes[joined] = _with_rows(removed[0], sum(_rows(shape) for shape in removed))
         elif joined in shapes:
-            columns = shapes.pop(joined)[1:]
-            shapes |= {part: (rows, *columns) for part, rows in parts.items()}
+            whole = shapes.pop(joined)
+            sizes = [end - start for _, start, end in parts_of(group, model, _rows(whole))]
+            shapes |= {part: _with_rows(whole, size) for part, size in zip(parts, sizes, strict=True)}
     return shapes
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[1 if len(shape) == 3 else 0]
+
+
+def _with_rows(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    return (shape[0], rows, shape[2]) if len(shape) == 3 else (rows, *shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxgen.errors import InputError
 
@@ -59,3 +60,21 @@ def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the mean loss over the labels that are not -100; NaN if all labels are -100, as in torch."""
     total, count = next_token_loss(logits, labels)
     return total / count
+
+
+def router_loss(logits: tuple[jax.Array, ...], mask: jax.Array | None, chosen: int) -> jax.Array:
+    """Return the loss that balances the use of experts (arXiv 2101.03961), as in `load_balancing_loss_func`.
+
+    Args:
+        logits: the router's logits in each layer with experts, `[B, T, E]`.
+        mask: `[B, T]`, 0 for padding, which does not count; None if there is none.
+        chosen: the number of experts per token.
+    """
+    probabilities = jax.nn.softmax(jnp.stack(logits).astype(jnp.float32), axis=-1)
+    count = probabilities.shape[-1]
+    real = jnp.ones(probabilities.shape[1:3], jnp.float32) if mask is None else mask.astype(jnp.float32)
+    experts = lax.top_k(lax.stop_gradient(probabilities), chosen)[1]
+    uses = jnp.sum(jax.nn.one_hot(experts, count, dtype=jnp.float32), axis=3)
+    total = len(logits) * jnp.sum(real)
+    shares = [jnp.einsum("lbte,bt->e", x, real, precision=lax.Precision.HIGHEST) / total for x in (uses, probabilities)]
+    return count * jnp.sum(shares[0] * shares[1])

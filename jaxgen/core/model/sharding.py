@@ -23,8 +23,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.core.model import workarounds
-from jaxgen.core.model.causal_lm import FUSED, param_shapes
+from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import separate
 from jaxgen.core.model.weights import Weight
 from jaxgen.errors import InputError
@@ -72,10 +73,10 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
     parts = shape.get("model", 1) * shape.get("copies", 1)
     if not _fits(model, parts):
         allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]
+        sizes = _sizes(model) | {"num_key_value_heads": model.num_key_value_heads}
         raise InputError(
-            f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes (num_attention_heads="
-            f"{model.num_attention_heads}, num_key_value_heads={model.num_key_value_heads}, intermediate_size="
-            f"{model.intermediate_size}, vocab_size={model.vocab_size}): it must be one of {allowed}"
+            f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes "
+            f"({', '.join(f'{name}={size}' for name, size in sizes.items())}): it must be one of {allowed}"
         )
     heads = math.gcd(model.num_key_value_heads, parts)
     devices = devices.reshape(shape.get("data", 1), heads, parts // heads)
@@ -125,6 +126,8 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
     spec = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
     if kind != "weight" and spec != REPLICATED:
         spec = PartitionSpec(spec[0])
+    if len(weight.shape if hasattr(weight, "shape") else weight) == 3:
+        spec = PartitionSpec(None, *spec)
     specs = weight.specs(spec) if isinstance(weight, Weight) else spec
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
@@ -226,6 +229,16 @@ def sharded_top_k(
 
 def _fits(model: ModelConfig, parts: int) -> bool:
     """Return True if a model can be divided into this many parts."""
-    whole = (model.num_attention_heads, model.intermediate_size, model.vocab_size)
     heads = model.num_key_value_heads
-    return not any(size % parts for size in whole) and (heads % parts == 0 or parts % heads == 0)
+    return not any(size % parts for size in _sizes(model).values()) and (heads % parts == 0 or parts % heads == 0)
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    """Return the sizes that the number of parts must divide, by their names."""
+    sizes = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
+    if not all(layer.experts for layer in model.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if any(layer.experts for layer in model.layers):
+        widths = {name: getattr(model, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+        sizes |= {name: width for name, width in widths.items() if width is not None}
+    return sizes

@@ -141,6 +141,8 @@ def product(
             on_cpu = functools.partial(weight_first, plain)
         if padded:
             on_cpu = functools.partial(two_rows, on_cpu)
+    if features == 1:
+        on_cpu = one_output
     on_gpu = functools.partial(row_sums, in_parts=divided is False) if count == 1 else plain
     if on_cpu is plain and on_gpu is plain:
         return plain(rows, weight)
@@ -164,6 +166,14 @@ def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) 
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
+
+
+def one_output(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply `rows [n, D]` by the transposed `weight [1, D]`, computing each result as a sum of products.
+
+    With XLA's product of a matrix and a vector on a CPU, the bits of a row's result depend on the row's index.
+    """
+    return jnp.sum(rows.astype(jnp.float32) * weight.astype(jnp.float32), axis=1, keepdims=True)
 
 
 def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:

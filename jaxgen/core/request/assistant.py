@@ -17,7 +17,7 @@ from jaxgen.errors import ConfigError, InputError
 
 _SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 _UNUSED = ("guidance_scale", "eos_token_id", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
-_UNUSED += ("output_hidden_states", "output_attentions", "assistant_early_exit")
+_UNUSED += ("output_hidden_states", "output_attentions", "output_routed_experts", "assistant_early_exit")
 # The fraction by which the vocabulary sizes of two models with the same tokenizer may differ, because of padding.
 _PADDING = 0.01
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.core.config.generation_config import GenerationConfig, model_of
-from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_options import OPTIONS, RECORDS
 from jaxgen.core.config.option import GREEDY, SAMPLE
 from jaxgen.core.config.values import is_array, is_tracer
 from jaxgen.core.decoding.continuation import Continuation
@@ -115,7 +115,7 @@ def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: E
         raise ConfigError(
             f"slots={cfg.slots} works with greedy search, sampling and DoLa, not with {what}: leave slots out"
         )
-    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
+    for name in RECORDS:
         if getattr(cfg, name):
             raise ConfigError(
                 f"{name} is not offered with slots={cfg.slots}: use output_logprobs, or run fewer prompts without slots"

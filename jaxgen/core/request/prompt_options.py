@@ -10,14 +10,13 @@ import numpy as np
 
 from jaxgen.core.config.availability import check_options, normal_form, refuse_unavailable
 from jaxgen.core.config.generation_config import GenerationConfig
-from jaxgen.core.config.generation_options import OPTIONS
+from jaxgen.core.config.generation_options import OPTIONS, RECORDS
 from jaxgen.core.config.option import GREEDY, SAMPLE
 from jaxgen.core.decoding.modes import mode_of
 from jaxgen.errors import ConfigError, shown
 
 ENTRIES, WIDTH = 32, 8  # the default number of entries in a table of ids, and the default number of ids per entry
 _DYNAMIC = "dynamic RoPE"
-_RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
 
 class PromptOptions:
@@ -99,7 +98,7 @@ def not_in_slots(cfg: GenerationConfig) -> str | None:
         return cfg.mode
     if cfg.model.has_dynamic_rope:
         return _DYNAMIC
-    names = ("max_time", "token_healing", "slots", "guidance_scale", *_RECORDS)
+    names = ("max_time", "token_healing", "slots", "guidance_scale", *RECORDS)
     return next((name for name in names if cfg.on(name)), None)
 
 
@@ -114,7 +113,7 @@ def _check(cfg: GenerationConfig) -> None:
             f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the "
             "maximum for an answer, and the default for prompts"
         )
-    if reason in _RECORDS:
+    if reason in RECORDS:
         raise ConfigError(f"{reason} is not offered by an engine: use output_logprobs, or generate")
     if reason is not None:
         raise ConfigError(f"{reason} is not an option of an engine: leave it out")

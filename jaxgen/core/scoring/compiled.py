@@ -26,6 +26,7 @@ def logprobs(
     ids: jax.Array,
     mask: jax.Array,
     replay: Replay | None,
+    routed: jax.Array | None,
     *,
     context: Context,
     model: ModelConfig,
@@ -39,12 +40,13 @@ def logprobs(
         params, context, model: as in `hidden`.
         ids, mask: int32[B, L] and bool[B, L], False for padding.
         replay: recomputes the scores from which the tokens were chosen; None to use the model's own distribution.
+        routed: `routed_experts` of the model, or None.
         start: the first column to score: 0, or the width of the prompts.
         top: n, the number of most likely tokens to return for each column.
         chunk: the number of columns whose logits are in memory at a time.
     """
     ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN in that id's embedding would spread
-    states, _ = hidden(model, params, ids, attention_mask=mask, context=context)
+    states, _ = hidden(model, params, ids, attention_mask=mask, routed_experts=routed, context=context)
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)

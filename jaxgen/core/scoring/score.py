@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jaxgen.buckets import prompt_bucket
 from jaxgen.core.config.availability import check_options, normal_form, refuse_unavailable, with_hints
-from jaxgen.core.config.generation_config import GenerationConfig
+from jaxgen.core.config.generation_config import GenerationConfig, model_of
 from jaxgen.core.config.tables import TokenIds
 from jaxgen.core.decoding.extensions import Extensions, functions
 from jaxgen.core.decoding.logprobs import LogProbs
@@ -44,6 +45,7 @@ def score(
     prefix_allowed_tokens_fn: TokenAutomaton | None = None,
     top_logprobs: int = 0,
     chunk: int | None = None,
+    routed_experts=None,
 ) -> LogProbs:
     """Return the log-probability of every token given the tokens before it.
 
@@ -72,6 +74,8 @@ def score(
         logits_processor, prefix_allowed_tokens_fn: a list of processors and a `TokenAutomaton`, only for `of="scores"`.
         top_logprobs: n, the number of most likely tokens to return for each position.
         chunk: the number of columns whose logits are in memory at a time; by default, as many as fit into 128 MiB.
+        routed_experts: int32[layers with experts, B, L, k], the experts to use for each token, as in
+            `GenerateOutput.routed_experts`. Negative entries leave the choice to the routers, as by default.
 
     Raises:
         InputError: params, ids or mask do not match the model or each other, or `generate` could not have produced
@@ -91,16 +95,21 @@ def score(
         check_whole("prompt_width", prompt_width, 1, ids.shape[1] - 1, ConfigError)
     start = int(prompt_width or 0)
     replay = None if extensions is None else _replay(cfg, extensions, ids, mask, start, traced)
-    return _scored(params, cfg, ids, mask, replay, start, int(top_logprobs), chunk, traced)
+    routed = None if routed_experts is None else _checked_experts(routed_experts, cfg, ids)
+    return _scored(params, cfg, ids, mask, replay, start, int(top_logprobs), chunk, routed, traced)
 
 
-def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: int, chunk, traced: bool) -> LogProbs:
+def _scored(
+    params, cfg: GenerationConfig, ids, mask, replay, start: int, top: int, chunk, routed, traced: bool
+) -> LogProbs:
     """Compute the result of `score` from checked arguments, rounding sizes up if the call is eager."""
     rows, width = ids.shape
     left = right = 0
     if not traced:
         left, right = (prompt_bucket(part) - part if part else 0 for part in (start, width - start))
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
+        if routed is not None:
+            routed = np.pad(routed, ((0, 0), (0, 0), (left, right), (0, 0)), constant_values=-1)
     size = chunk_size(chunk, width - start + right, rows * cfg.model.vocab_size)
     sizes = {"start": start + left, "top": top, "chunk": size}
     mesh = None if traced else mesh_of(params)
@@ -109,13 +118,31 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
     if cfg.on("adapter"):
         adapter = repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32)
     context = Context(None if traced else mesh is not None, adapter)
-    scores = logprobs(params, ids, mask, replay, context=context, model=cfg.model, **sizes)
+    scores = logprobs(params, ids, mask, replay, routed, context=context, model=cfg.model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:
         return scores
     # Slice on the host, because slicing a jax array would compile a program for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
+
+
+def _checked_experts(experts: Any, cfg: GenerationConfig, ids: Any) -> Any:
+    """Return `routed_experts` if it fits the model and the ids; on the host, if it is not traced."""
+    model = model_of(cfg)
+    if not model.sparse_layers:
+        raise InputError(f"routed_experts needs a model with experts, got model_type {model.model_type}")
+    if not is_traced(experts):
+        experts = np.asarray(experts)
+    shape = (model.sparse_layers, *ids.shape, model.num_experts_per_tok)
+    if experts.shape != shape or not jnp.issubdtype(experts.dtype, jnp.integer):
+        found = f"{experts.dtype}{list(experts.shape)}"
+        raise InputError(f"routed_experts must be integers of shape {list(shape)}, got {found}")
+    if not is_traced(experts) and (largest := int(experts.max())) >= (model.num_experts or 0):
+        raise InputError(
+            f"routed_experts has expert {largest}, but the model's are 0 to {(model.num_experts or 0) - 1}"
+        )
+    return experts.astype(np.int32)
 
 
 def chunk_size(given: int | None, columns: int, logits: int) -> int:
