@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from jaxgen.core.model.config import DTYPES
 from jaxgen.core.model.quantization import CHOICES
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, one_line
 from jaxgen.json_file import kind_of, parse_json
 from jaxgen.remote import is_url
 
@@ -168,7 +168,7 @@ def file(text: str) -> Path:
     try:
         mode = path(text).stat().st_mode
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]}: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(f"{one_line(text, 500)}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         raise argparse.ArgumentTypeError(f"{text} is not a regular file but {kind_of(Path(text))}")
     return Path(text)

@@ -108,7 +108,7 @@ DIFFERENCES = {
     "model": (
         call(),
         call(cfg=CFG.replace(model=DEEPER), params=random_params(DEEPER)),
-        "model.num_hidden_layers 2, was 1; params.model.layers.1 dict, was None",
+        "model.num_hidden_layers 2, was 1; model.layers.1 LayerSpec, was None; params.model.layers.1 dict, was None",
     ),
     "mode": (
         call(),

@@ -247,7 +247,7 @@ def test_training_lowers_the_loss():
 
 
 def test_low_rank_updates_of_experts_are_refused():
-    with pytest.raises(ConfigError, match="down_proj: experts cannot have updates: choose from k_proj"):
+    with pytest.raises(ConfigError, match="down_proj: experts cannot have updates: choose from q_proj"):
         lora.init(PARAMS, 2, jax.random.key(0))
     updates = lora.init(PARAMS, 2, jax.random.key(0), ("q_proj", "v_proj"))
     assert set(updates["model"]["layers"]["0"]) == {"self_attn"}
