@@ -52,7 +52,7 @@ const KINDS = [
 const INLINE = new RegExp([
   /\\(?<escaped>[!-\/:-@[-`{-~])/, // the quantifiers are bounded, so that the time is linear in the text's length
   /(?<!`)(?<ticks>`+)(?!`)(?<code>[^]{1,999}?)(?<!`)\k<ticks>(?!`)/,
-  /(?<!\*)\*\*(?!\*\*)(?=\S)(?<strong>[^]{1,999}?)(?<=\S)\*\*(?!\*)/,
+  /(?<!\*)\*\*(?!\*\*)(?=\S)(?<strong>(?:(?!\s\*\*\S)[^]){1,999}?)(?<=\S)\*\*(?!\*)/, // none begins in another
   /(?<!\w)__(?=[^\s_])(?<thick>[^]{1,999}?)(?<=\S)__(?!\w)/,
   /(?<![\w*])\*(?=[^\s*])(?<star>[^*]{1,999})(?<=\S)\*(?![\w*])/,
   /(?<!\w)_(?=[^\s_])(?<line>[^_]{1,999})(?<=\S)_(?!\w)/,
