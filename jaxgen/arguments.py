@@ -168,7 +168,7 @@ def file(text: str) -> Path:
     try:
         mode = path(text).stat().st_mode
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{one_line(text, 500)}: {error.strerror}") from error
+        raise argparse.ArgumentTypeError(f"{one_line(text, 200)}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         raise argparse.ArgumentTypeError(f"{text} is not a regular file but {kind_of(Path(text))}")
     return Path(text)

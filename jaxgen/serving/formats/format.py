@@ -122,6 +122,7 @@ class CallParser:
 
     Whitespace before a call is dropped. If the text contains calls, whitespace at its end is also dropped.
 
+        >>> from jaxgen.serving.formats.hermes import Hermes
         >>> parser = CallParser(Hermes(), {"f": None}, None)
         >>> parser.put('Yes.\n<tool_call>\n{"name": "f", "arguments": {"x"')
         ('Yes.', [])
