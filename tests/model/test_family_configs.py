@@ -109,7 +109,7 @@ def test_spellings_with_the_same_meaning(model_type, one, other):
         ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not implemented"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be a number > 0"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a number > 0"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number > 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a whole number >= 1"),
         ("gemma2", {"sliding_window_size": 5}, "sliding_window_size.* differs"),
         ("gemma2", {"layer_types": [SLIDING]}, "layer_types must name each of the 6 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not implemented"),

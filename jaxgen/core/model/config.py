@@ -72,7 +72,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_multiplier: float | None = None

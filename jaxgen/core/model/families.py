@@ -242,7 +242,7 @@ _GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # In the first files, "gelu" means the approximation by tanh, as in transformers.
 _GEMMA_ACTIVATION = Field(f"gelu or {_TANH}", lambda value: value in ("gelu", _TANH), read=lambda value: _TANH)
 _GEMMA_NORMS = NormRule(unit_offset=True, rounds_last=True)
-_GEMMA2_FIELDS = {"query_pre_attn_scalar": positive(), "final_logit_softcapping": positive(None)}
+_GEMMA2_FIELDS = {"query_pre_attn_scalar": whole(1), "final_logit_softcapping": positive(None)}
 _GRANITE_FIELDS: dict[str, Field] = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), positive()
 )

@@ -245,6 +245,12 @@ def _write_switches(ropes: tuple[RopeConfig | None, ...], windows: tuple[int | N
 SWITCHED_ROPE = RopeRule(_read_where_switched_on, _write_switches, ("no_rope_layers", "no_rope_layer_interval"))
 
 
+def _by_newer_names(rope: RopeConfig) -> dict[str, Any] | None:
+    """Return `rope.to_hf()` with "rope_type", the only name that classes with two RoPEs read."""
+    entry = rope.to_hf()
+    return entry and {"rope_type": rope.type} | {name: value for name, value in entry.items() if name != "type"}
+
+
 def by_window(local_theta: str | None, only_theta: float | None = None) -> RopeRule:
     """Return the rule for two RoPEs: one for layers with a window, and one for those without, which alone is scaled.
 
@@ -277,9 +283,13 @@ def by_window(local_theta: str | None, only_theta: float | None = None) -> RopeR
         pairs = zip(ropes, windows, strict=True)
         found = {FULL if window is None else SLIDING: rope for rope, window in pairs if rope is not None}
         if local_theta is None:
-            entries = {kind: {"rope_theta": rope.theta, **(rope.to_hf() or _DEFAULT)} for kind, rope in found.items()}
+            entries = {
+                kind: {"rope_theta": rope.theta, **(_by_newer_names(rope) or _DEFAULT)} for kind, rope in found.items()
+            }
             return {"rope_parameters": entries}
-        windowed = {local_theta: found[SLIDING].theta} if SLIDING in found else {}
-        return windowed | (_write_one((found[FULL],), windows) if FULL in found else {})
+        entries = {local_theta: found[SLIDING].theta} if SLIDING in found else {}
+        if FULL in found:
+            entries |= {"rope_theta": found[FULL].theta, "rope_scaling": _by_newer_names(found[FULL])}
+        return entries
 
     return RopeRule(read, write, () if local_theta is None else (local_theta,))
