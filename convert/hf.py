@@ -180,7 +180,11 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
     generation = cfg.of_checkpoint().to_hf()
     config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf()
-    config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in generation}
+    config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
+    # Without this key, transformers assumes its class's default, which may be outside a small vocabulary.
+    pad = generation.get("pad_token_id")
+    if isinstance(pad, int) and 0 <= pad < model.vocab_size:
+        config["pad_token_id"] = pad
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
         with shared_directory(target, overwrite=overwrite) as directory:

@@ -520,6 +520,7 @@ def test_options_of_a_call_are_not_saved(tmp_path, qwen2):
     save_hf(params, loop, tmp_path / "b")
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == GENERATION
     save_hf(params, loop.replace(eos_token_id=[2, 5], pad_token_id=3), tmp_path / "c")  # these describe the model
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["pad_token_id"] == 3
     saved = GENERATION | {"eos_token_id": [2, 5], "pad_token_id": 3}
     assert json.loads((tmp_path / "c" / "generation_config.json").read_text()) == saved
     assert json.loads((tmp_path / "c" / "config.json").read_text())["eos_token_id"] == [2, 5]

@@ -61,7 +61,7 @@ def run(family, mode="greedy", rows=(0, 1, 2), params=None, **given):
     return generate(PARAMS[family] if params is None else params, *inputs, attention_mask=mask, **more)
 
 
-def equal(out, expected):
+def check_equal(out, expected):
     assert all_generated(out) == all_generated(expected)
 
 
@@ -94,7 +94,7 @@ def test_rows_do_not_depend_on_others(family, mode):
         alone = run(family, mode, [row], ids=[ROWS[row]], attention_mask=None)
         assert all_generated(alone) == all_generated(out)[row * copies : (row + 1) * copies]
     if mode in SAME_AS_GREEDY:
-        equal(out, run(family))
+        check_equal(out, run(family))
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_rows_do_not_depend_on_others(family, mode):
 def test_slots_and_chunks(family):
     mode = "DoLa" if family in ("granite", "gemma3") else "sampled"
     expected = run(family, mode)
-    equal(run(family, mode, slots=2), expected)
-    equal(run(family, mode, slots=2, prefill_chunk_size=4), expected)
-    equal(run(family, mode, prefill_chunk_size=3), expected)
+    check_equal(run(family, mode, slots=2), expected)
+    check_equal(run(family, mode, slots=2, prefill_chunk_size=4), expected)
+    check_equal(run(family, mode, prefill_chunk_size=3), expected)
 
 
 @pytest.mark.slow
@@ -122,18 +122,18 @@ def test_engine(family):
 def test_caches(family):
     expected = run(family)
     cache = prefill(PARAMS[family], [ROWS[0][:5]], config(family))
-    equal(run(family, rows=[0], ids=[ROWS[0][5:]], attention_mask=None, cache=cache), run(family, rows=[0]))
+    check_equal(run(family, rows=[0], ids=[ROWS[0][5:]], attention_mask=None, cache=cache), run(family, rows=[0]))
     tails = left_pad([[3, 4], [9], [1, 2, 3]])
     shared = run(family, ids=tails[0], attention_mask=tails[1], cache=cache)
     whole, mask = left_pad([ROWS[0][:5] + tail for tail in ([3, 4], [9], [1, 2, 3])])
-    equal(shared, run(family, ids=whole, attention_mask=mask))
+    check_equal(shared, run(family, ids=whole, attention_mask=mask))
     narrow = run(family, cache_dtype="int8")
     for row in range(3):
         alone = run(family, rows=[row], ids=[ROWS[row]], attention_mask=None, cache_dtype="int8")
         assert all_generated(alone)[0] == all_generated(narrow)[row]
     more = run(family, ids=[[5]] * 3, attention_mask=None, cache=expected.cache)
     whole, mask = left_pad([row + new + [5] for row, new in zip(ROWS, all_generated(expected), strict=True)])
-    equal(more, run(family, ids=whole, attention_mask=mask))
+    check_equal(more, run(family, ids=whole, attention_mask=mask))
 
 
 class Doubled(StepHook):
@@ -144,14 +144,14 @@ class Doubled(StepHook):
 @pytest.mark.slow
 @each_family
 def test_guidance_embeddings_and_hooks(family):
-    equal(run(family, inputs_embeds=embeddings(family)), run(family))
+    check_equal(run(family, inputs_embeds=embeddings(family)), run(family))
     same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
-    equal(run(family, guidance_scale=3.0, **same), run(family))
+    check_equal(run(family, guidance_scale=3.0, **same), run(family))
     assert all_generated(run(family, guidance_scale=3.0, negative_prompt_ids=[[7]] * 3)) != all_generated(run(family))
     hooked = run(family, hook=Doubled())
     first = forward(MODELS[family], PARAMS[family], None, inputs_embeds=2 * embeddings(family, np.asarray([ROWS[0]])))
     assert all_generated(hooked)[0][0] == int(jnp.argmax(first.logits[0, -1]))
-    equal(run(family, params=fuse_projections(PARAMS[family])), run(family))
+    check_equal(run(family, params=fuse_projections(PARAMS[family])), run(family))
 
 
 @pytest.mark.slow

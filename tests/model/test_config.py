@@ -539,3 +539,10 @@ def test_yarn_keeps_short_wavelengths_and_divides_long_ones():
     np.testing.assert_allclose(stretched[0], plain[0])
     np.testing.assert_allclose(stretched[-1], plain[-1] / 4, rtol=1e-6)
     assert scale == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def test_model_without_rope_is_written():
+    smollm3 = CONFIG | {"model_type": "smollm3", "no_rope_layers": [0, 0]}
+    model = ModelConfig.from_hf(smollm3)
+    assert model.ropes == ()
+    assert ModelConfig.from_hf(model.to_hf()) == model

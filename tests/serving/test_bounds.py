@@ -38,7 +38,7 @@ def http(service):
         yield made
 
 
-def post(http, path, fields, name, number):
+def check_post(http, path, fields, name, number):
     """Send a request in which one field has the number; no answer may be an error of the server."""
     own = {key: value for key, value in fields.items() if key != name}
     response = http.post(path, content=f'{json.dumps(own)[:-1]}, "{name}": {number}}}')
@@ -56,29 +56,29 @@ def post(http, path, fields, name, number):
 @pytest.mark.parametrize("name", COMPLETION)
 def test_completions(http, name):
     fields = {"prompt": "abc abc", "max_tokens": 3, "temperature": 1, "logprobs": 2}
-    statuses = {post(http, "/v1/completions", fields, name, number).status_code for number in NUMBERS}
+    statuses = {check_post(http, "/v1/completions", fields, name, number).status_code for number in NUMBERS}
     assert statuses == {200, 400}
     if name in SCORED:
         for number in NUMBERS:
             for more in ({}, {"temperature": 1e-38}):
                 # The grammar bans almost all tokens, and allows the same token again and again.
-                post(http, "/v1/completions", fields | more | {"guided_regex": "a{20}"}, name, number)
+                check_post(http, "/v1/completions", fields | more | {"guided_regex": "a{20}"}, name, number)
 
 
 def test_tables_of_ids(http):
     for number in NUMBERS:
         for name, value in ("logit_bias", f'{{"5": {number}}}'), ("stop_token_ids", f"[{number}]"):
-            post(http, "/v1/completions", {"prompt": "abc", "max_tokens": 3}, name, value)
-        post(http, "/v1/completions", {"max_tokens": 3}, "prompt", f"[{number}]")
+            check_post(http, "/v1/completions", {"prompt": "abc", "max_tokens": 3}, name, value)
+        check_post(http, "/v1/completions", {"max_tokens": 3}, "prompt", f"[{number}]")
 
 
 def test_chats_and_responses(http):
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
     for number in NUMBERS:
         for name in CHAT:
-            post(http, "/v1/chat/completions", chat, name, number)
+            check_post(http, "/v1/chat/completions", chat, name, number)
         for name in RESPONSES:
-            post(http, "/v1/responses", {"input": "a", "max_output_tokens": 3}, name, number)
+            check_post(http, "/v1/responses", {"input": "a", "max_output_tokens": 3}, name, number)
 
 
 # --- The same numbers through the engine and `generate` ---------------------------------------------------------------

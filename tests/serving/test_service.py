@@ -300,8 +300,7 @@ def test_an_answer_that_cannot_continue_is_an_error(http, stream):
     assert last["message"].startswith("the answer cannot continue: every token is banned")
 
 
-@pytest.mark.slow
-def test_a_seed_gives_the_same_tokens_under_load(http):
+def check_seed_under_load(http):
     own = {"prompt": "Once upon", "max_tokens": 40, "seed": 12, "n": 2, "logprobs": 1}
 
     def ask(number: int) -> dict:
@@ -315,9 +314,14 @@ def test_a_seed_gives_the_same_tokens_under_load(http):
 
 
 @pytest.mark.slow
+def test_a_seed_gives_the_same_tokens_under_load(http):
+    check_seed_under_load(http)
+
+
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_under_load_in_bfloat16():
     with running("bfloat16") as service, httpx.Client(base_url=service.url, timeout=60) as http:
-        test_a_seed_gives_the_same_tokens_under_load(http)
+        check_seed_under_load(http)
 
 
 def test_numbers_at_their_bounds(http):

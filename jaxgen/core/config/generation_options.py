@@ -61,6 +61,7 @@ _output = functools.partial(declare, group=OUTPUT)
 _beams = functools.partial(declare, group=MODES, modes=BEAMS)
 _assisted = functools.partial(declare, group=MODES, modes=(ASSISTED,), command=True)
 _refused = functools.partial(declare, Anything(), "", group=REFUSED)
+_OTHER_TOKENIZER = "is for an assistant with a different tokenizer, which is not offered: leave it out"
 
 
 class _Watermark(Kind):
@@ -70,9 +71,7 @@ class _Watermark(Kind):
     type_name = "WatermarkingConfig or dict"
 
     def parse(self, name: str, value: Any) -> Any:
-        from jaxgen.core.config.watermarking import (
-            WatermarkingConfig,
-        )  # the class is a pytree, so importing it loads jax
+        from jaxgen.core.config.watermarking import WatermarkingConfig  # a pytree, so this import loads jax
 
         if isinstance(value, Mapping):
             return WatermarkingConfig.from_hf(value)
@@ -410,12 +409,8 @@ class GenerationOptions(SamplingOptions):
         command=True,
     )
     # Options that are refused
-    assistant_lookbehind: int | None = _refused(
-        since="later", refused="is for an assistant with a different tokenizer, which is not offered: leave it out"
-    )
-    target_lookbehind: int | None = _refused(
-        since="later", refused="is for an assistant with a different tokenizer, which is not offered: leave it out"
-    )
+    assistant_lookbehind: int | None = _refused(since="later", refused=_OTHER_TOKENIZER)
+    target_lookbehind: int | None = _refused(since="later", refused=_OTHER_TOKENIZER)
     is_assistant: bool | None = _refused(
         since="later", refused="is not needed: pass assistant=(params, cfg) to generate; leave it out", offered=(False,)
     )

@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def has_dynamic_rope(self) -> bool:
-        """Whether a token's rotation depends on the number of tokens in its row."""
+        """True if the angles of a token's RoPE depend on the number of tokens in its row."""
         return any(rope.type == "dynamic" for rope in self.ropes)
 
     @property

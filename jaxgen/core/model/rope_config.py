@@ -95,7 +95,7 @@ class RopeConfig:
 
 
 # The types that most families can have, by the names in their files
-_ALL_LAYERS_TYPES = {name: name for name in _PARAMETERS if name != "longrope"}
+_COMMON_TYPES = {name: name for name in _PARAMETERS if name != "longrope"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class RopeRule:
         read: maps a config and each layer's window to each layer's RoPE (None for a layer that rotates nothing) and to
             the content of a warning. Raises `ConfigError` if values are missing, invalid or contradictory.
         write: the inverse of `read`: maps each layer's RoPE and window to entries of a config.json.
-        keys: the keys that the rule reads besides the three.
+        keys: other keys that the rule reads.
     """
 
     read: Callable[[Mapping[str, Any], tuple[int | None, ...]], tuple[tuple[RopeConfig | None, ...], list[str]]]
@@ -115,7 +115,7 @@ class RopeRule:
 
 
 def read_rope(
-    config: Mapping[str, Any], types: Mapping[str, str] = _ALL_LAYERS_TYPES, partial: bool = False
+    config: Mapping[str, Any], types: Mapping[str, str] = _COMMON_TYPES, partial: bool = False
 ) -> tuple[RopeConfig, list[str]]:
     """Read one RoPE for all layers; also return the content of a warning about the parameters that are ignored.
 
@@ -196,7 +196,9 @@ def _normal(source: str, entry: Any, config: Mapping[str, Any], partial: bool) -
 
 
 def _write_one(ropes: tuple[RopeConfig | None, ...], windows: tuple[int | None, ...]) -> dict[str, Any]:
-    rope = next(rope for rope in ropes if rope is not None)
+    rope = next((rope for rope in ropes if rope is not None), None)
+    if rope is None:
+        return {}
     entries = {"rope_theta": rope.theta, "rope_scaling": rope.to_hf()}
     if rope.partial_rotary_factor is not None:
         entries[_PARTIAL] = rope.partial_rotary_factor
@@ -214,7 +216,7 @@ def _one(types: Mapping[str, str], partial: bool) -> RopeRule:
 
 
 # The same RoPE in all layers
-ONE_ROPE = _one(_ALL_LAYERS_TYPES, partial=False)
+ONE_ROPE = _one(_COMMON_TYPES, partial=False)
 # The same for Phi-3. transformers 5 reads the older names "su" and "yarn" as longrope.
 LONG_ROPE = _one({"default": "default"} | dict.fromkeys(("longrope", "su", "yarn"), "longrope"), partial=True)
 
