@@ -35,7 +35,11 @@ class Jaxgen(JaxProgram):
         seconds = time.perf_counter() - start
         self.cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
         looked_up = self.params["model"]["embed_tokens"] if "lm_head" in self.params else {}
-        return {"seconds": seconds, "step_bytes": _bytes(self.params) - _bytes(looked_up)} | self.device()
+        experts = [layer["mlp"].get("experts", {}) for layer in self.params["model"]["layers"].values()]
+        unused = _bytes(experts)
+        if unused:
+            unused -= unused * cfg.model.num_experts_per_tok // cfg.model.num_experts
+        return {"seconds": seconds, "step_bytes": _bytes(self.params) - _bytes(looked_up) - unused} | self.device()
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, extensions = dict(options), {}

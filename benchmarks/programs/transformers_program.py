@@ -12,6 +12,7 @@ from worker import Program, cores, serve
 
 RELEASE = int(transformers.__version__.partition(".")[0])
 MOVED = {"penalty_alpha", "dola_layers", "num_beam_groups"}
+EXPERTS = ("grouped_mm", "batched_mm")  # variants that choose the product of experts
 
 
 class Transformers(Program):
@@ -23,6 +24,8 @@ class Transformers(Program):
         transformers.utils.logging.disable_progress_bar()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         options = {"dtype" if RELEASE >= 5 else "torch_dtype": getattr(torch, dtype)}
+        if variant in EXPERTS:
+            options["experts_implementation"] = variant
         start = time.perf_counter()
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
         self.model = model.to(self.device).eval()
@@ -30,10 +33,13 @@ class Transformers(Program):
         self.variant = variant
         model.generation_config = transformers.GenerationConfig()  # ignore the checkpoint's options
         total = sum(weight.nbytes for weight in model.parameters())
+        unused = sum(weight.nbytes for name, weight in model.named_parameters() if ".experts." in name)
+        if unused:
+            unused -= unused * model.config.num_experts_per_tok // model.config.num_experts
         looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
         return {
             "seconds": seconds,
-            "step_bytes": total - looked_up,
+            "step_bytes": total - looked_up - unused,
             "platform": self.device,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "build": {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
@@ -64,7 +70,7 @@ class Transformers(Program):
             processors.append(_Repeat(period))
         if RELEASE >= 5 and (moved := MOVED & set(options)):
             raise NotImplementedError(f"transformers 5 has {', '.join(moved)} only as code to download")
-        if self.variant != "eager":
+        if self.variant in ("static", "compile"):
             options |= {"cache_implementation": "static", "max_cache_len": room}
             compiled = self.variant == "compile"
             config = transformers.CompileConfig()

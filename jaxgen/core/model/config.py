@@ -42,8 +42,14 @@ class ModelConfig:
         output_bias: whether the attention's output projection has a bias.
         layers: what differs between layers.
         dtype: the dtype of the checkpoint's weights.
-        query_pre_attn_scalar, attn_logit_softcapping, final_logit_softcapping, attention_multiplier,
-            embedding_multiplier, residual_multiplier, logits_scaling: None in families that do not have them.
+        query_pre_attn_scalar: queries are divided by its square root. The scalars and caps of this group are None in
+            families that do not have them.
+        attn_logit_softcapping: the soft cap of attention scores.
+        final_logit_softcapping: the soft cap of logits.
+        attention_multiplier: the factor of attention scores, in place of one over the square root of `head_dim`.
+        embedding_multiplier: the factor of the token embeddings.
+        residual_multiplier: the factor of what a layer adds to its input.
+        logits_scaling: the divisor of logits.
         num_experts: the number of experts in each layer that has them; None in families without experts. The same
             applies to the following fields.
         num_experts_per_tok: the number of experts that are used for a token.
