@@ -15,6 +15,7 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
+from convert.experts import names_in_files
 from convert.hf import copy_tokenizer, write_checkpoint
 from convert.shards import in_order, read_json
 from jaxgen.core.model.causal_lm import param_shapes
@@ -40,7 +41,7 @@ def main() -> None:
     if config is None:
         parser.error("; ".join(problems) or f"{args.config} has no config.json")
     generation, _ = read_json(args.config / "generation_config.json")
-    shapes = param_shapes(ModelConfig.from_hf(config))
+    shapes = _shapes_in_files(ModelConfig.from_hf(config))
     names = in_order(shapes)
     sizes = {name: math.prod(shapes[name]) * 2 for name in names}
     if not 1 <= args.shards <= len(names):
@@ -60,6 +61,15 @@ def main() -> None:
             write_checkpoint(directory, config, generation, sizes, read, max_shard)
     except CheckpointError as error:
         parser.error(str(error))
+
+
+def _shapes_in_files(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a checkpoint's tensors, in which each expert has its own matrices."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in param_shapes(model).items():
+        names = names_in_files(name, model)
+        shapes |= dict.fromkeys(names, shape[1:] if len(shape) == 3 else shape)
+    return shapes
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: tuple[int, int]) -> np.ndarray:
