@@ -171,7 +171,7 @@ def _on_cpu(
     of the matrix in float32 are faster, and they are exact.
     """
     if lanes and workarounds.fits_lanes(1, rows.shape[1]):
-        return _in_tiles(rows, experts, matrices, axis, 1, workarounds.lane_product)
+        return _in_tiles(rows.astype(jnp.float32), experts, matrices, axis, 1, workarounds.lane_product)
     narrow = "amx_bf16" in cpu_flags() and not portable
 
     def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -210,7 +210,7 @@ def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     reading the weights. Here, the weights are read once, as stored. Vector instructions add the products of `_LANES`
     adjacent columns to `_LANES` separate sums; a single sum over adjacent columns could not use such instructions.
     """
-    return in_branch(lane_product, rows, weight)
+    return in_branch(lane_product, rows.astype(jnp.float32), weight)  # otherwise converted again for each output
 
 
 def lane_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
