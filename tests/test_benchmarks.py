@@ -27,6 +27,7 @@ from convert import load_hf
 from jaxgen import Tokenizer
 from jaxgen.core.config.generation_options import OPTIONS
 from tests.support import checkpoints
+from tests.support.goldens import GOLDENS
 
 ROOT = Path(__file__).parents[1]
 TIMED = Path(__file__).parent / "support" / "timed_program.py"
@@ -517,6 +518,13 @@ def test_adapters_are_measured(model, tmp_path):
     main(["adapters", "--model", str(model), *sizes, "--results", str(tmp_path)])
     (file,) = tmp_path.glob("*/adapters-tiny-2x2.md")
     assert "2 adapters of rank 2 for all linear layers, 2 rows" in file.read_text("utf-8")
+
+
+def test_random_checkpoint_with_experts_can_be_loaded(tmp_path):
+    source = GOLDENS / "newer" / "checkpoints" / "qwen3-moe"
+    main(["checkpoint", str(source), str(tmp_path / "random")])
+    params, cfg = load_hf(tmp_path / "random")
+    assert params["model"]["layers"]["0"]["mlp"]["experts"]["up_proj"]["weight"].shape[0] == cfg.model.num_experts
 
 
 @pytest.mark.slow
