@@ -30,7 +30,9 @@ class Kind:
 
 KINDS = {
     "jaxgen": Kind("jaxgen_program.py", None, ("", "fused", "int8")),
-    "transformers": Kind("transformers_program.py", "transformers", ("eager", "static", "compile", "grouped_mm", "batched_mm")),
+    "transformers": Kind(
+        "transformers_program.py", "transformers", ("eager", "static", "compile", "grouped_mm", "batched_mm")
+    ),
     "llama.cpp": Kind("llama_cpp_program.py", "llama_cpp", dtypes=("bfloat16", "q8_0", "q4_0")),
     "keras-hub": Kind("keras_hub_program.py", "keras_hub"),
 }

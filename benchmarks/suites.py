@@ -307,8 +307,8 @@ def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a Hugging Face checkpoint directory")
     add("--programs", type=spec, nargs="+", default=[spec("jaxgen")], metavar="NAME[:VARIANT][:DTYPE]",
-        help="jaxgen:{fused,int8}, transformers:{eager,static,compile,grouped_mm,batched_mm}, llama.cpp:{bfloat16,q8_0,q4_0}, keras-hub; "
-        "the others are compared with the first")  # fmt: skip
+        help="jaxgen:{fused,int8}, transformers:{eager,static,compile,grouped_mm,batched_mm}, "
+        "llama.cpp:{bfloat16,q8_0,q4_0}, keras-hub; the others are compared with the first")  # fmt: skip
     add("--environments", type=Path, metavar="DIR", help="the directory made by `python -m benchmarks environments`")
     add("--rounds", type=arguments.count, default=5, help="turns of each program")
     add("--rows", type=arguments.count, nargs="+", default=suite.rows, help="prompts in the batch")

@@ -24,7 +24,7 @@ class Program:
     device_peak: int | None = None  # peak bytes on an accelerator
 
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
-        """Load a checkpoint; return facts, including `step_bytes`, the bytes of weights that a step of one row reads."""
+        """Load a checkpoint; return facts, including `step_bytes`, the bytes of weights that one row's step reads."""
         raise NotImplementedError
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
