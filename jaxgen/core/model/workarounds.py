@@ -41,9 +41,8 @@ _UNSTABLE: dict[str, Any] = {"is_stable": False} if jax.__version_info__ >= (0, 
 _LANES = 32
 _LANES_ROWS = 2
 _UNITS = {"bfloat16": "amx_bf16"}  # the flags of CPUs that have a unit for matrices of these dtypes
-# The numbers of terms that a lane adds in one loop, best first. Loops of 4 to 8 terms read memory almost in order: for
-# 896 columns, 4 terms are a quarter faster than 28. XLA splits a sum of more than 32 products and stores every product.
-_TERMS = (8, 6, 4, *range(10, 30, 2))
+# XLA splits a sum of more than 32 products and stores every product. A loop over an even number of terms unrolls best.
+_FEWEST_TERMS, _MOST_TERMS = 4, 28
 
 # A sum of more terms is split into two GPU kernels. An example is the sum over a 7B model's MLP width, 18,944.
 _LONGEST_SUM = 9472
@@ -229,8 +228,10 @@ def lane_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _terms(columns: int) -> int:
-    """Return how many terms each lane adds: the best divisor of `columns // _LANES`, or 0 if there is none."""
-    return next((count for count in _TERMS if columns // _LANES % count == 0), 0)
+    """Return how many terms each lane adds: the largest allowed divisor of `columns // _LANES`, or 0 if none exists."""
+    groups = columns // _LANES
+    counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
+    return max([count for count in counts if groups % count == 0], default=0)
 
 
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
