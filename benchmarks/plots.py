@@ -15,7 +15,7 @@ from benchmarks.program import KINDS, spec
 AXES = {"rows": "rows in the batch", "prompt": "tokens in the prompt"}
 # A program has the same color in all plots; its variants are lighter, and have different markers.
 COLORS = {"jaxgen": "#0072b2", "transformers": "#d55e00", "llama.cpp": "#009e73", "keras-hub": "#aa4499"}
-MARKS = "os^Dv<>ph"
+MARKS = "os^Dv<>phHdP*X8"
 
 
 def main() -> None:
