@@ -71,7 +71,7 @@ class Case:
         first = np.maximum(queries - 3, 0) if self.segments else None
         as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
         first = None if first is None else as_int(first)
-        seen = Visibility(as_int(queries), tuple(map(as_int, orders)), first, self.window, self.start)
+        seen = Visibility(as_int(queries), tuple(map(as_int, orders)), first, self.window, start=self.start)
         return q, tuple(parts), seen
 
     def _part(self, rng, rows: int, slots: int) -> KeysValues:
