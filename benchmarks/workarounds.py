@@ -93,7 +93,7 @@ _NO_BARRIER = mock.Mock(wraps=jax.lax, optimization_barrier=_same)
 WORKAROUNDS = (
     Workaround("vector lanes", (_LANES,)),
     Workaround("vector lanes", (_LANES,), quantize="int8"),
-    Workaround("vector lanes", (_LANES,), rows=2),
+    Workaround("vector lanes", (_LANES,), options=(("num_beams", 2),)),
     Workaround("the lanes' branch", (_BRANCH,)),
     Workaround("the lanes' branch", (_BRANCH,), quantize="int8"),
     Workaround("rounding of the lanes' sums", (_ROUNDED,)),

@@ -1,5 +1,6 @@
 """Properties of the forward pass. tests/parity/test_parity.py compares its results with those of transformers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -336,7 +337,7 @@ def test_cache_with_another_number_of_rows_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gpu_form_of_the_norm_is_exact(dtype):
-    norm, rng = RMSNorm(1e-6, dtype), np.random.default_rng(0)
+    norm, rng = RMSNorm(dataclasses.replace(CFG, dtype=dtype)), np.random.default_rng(0)
     row, weight = jnp.asarray(rng.normal(size=(1, 48)), dtype), jnp.asarray(rng.normal(size=48), dtype)
     np.testing.assert_array_equal(workarounds._norm_of_two(norm._normed, row, weight), norm._normed(row, weight))
     lowered = jax.jit(lambda x: norm.apply({"params": {"weight": weight}}, x)).trace(row[None]).lower
