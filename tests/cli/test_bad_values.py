@@ -8,7 +8,7 @@ import pytest
 from jaxgen.cli import answer, main as cli, train_options
 from jaxgen.cli.options import OFFERED
 from jaxgen.core.config.kinds import Flag, Layers, OneOf, Seconds, StaticInteger, Text
-from jaxgen.errors import InputError
+from jaxgen.errors import LONGEST, InputError
 from tests.support.bounded import bounded
 
 HUGE = "1" * 5000
@@ -21,7 +21,8 @@ SOME = ["[]", "{}", "[[]]", "[1]", "[-1]", "[100000]", "[[1, 2], [3]]", "[[[1], 
 SOME += ["[2147483648]", '{"bias": "x"}', "[[1, 2.5]]", "[[1, 1], [1, 1]]", "-1e-5", "0", "1", "0.5", "1e30", "[[[1]]]"]
 PATHS = ["", "\0", "x" * 5000, "nowhere", "."]
 GROUPS = {
-    "--seed --slots --batch-size --processes --process": WHOLE,
+    "--seed": [*NUMBERS, "2.5", "1e3", HUGE, str(2**64)],
+    "--slots --batch-size --processes --process": WHOLE,
     "--shard": [*WORDS, "0/0", "1/1", "-1/2", "0/2/2", "0.5/2", f"{HUGE}/2", f"0/{HUGE}", "1"],
     "--json-schema --prompt-file --input": PATHS,
     "--model --assistant": ["", "\0", "x" * 5000, "/dev/null", "a b", "\udcff"],
@@ -74,7 +75,7 @@ def line_of(flag: str, value: str) -> str:
     line = err.getvalue()
     assert (status, out.getvalue(), line.count("\n")) == (2, "", 1), (flag, value[:50], line)
     assert line.startswith("jaxgen: error: ")
-    assert len(line) < 1200
+    assert len(line) <= LONGEST + 50  # the file name and "error"
     return line
 
 

@@ -80,9 +80,10 @@ def padded(inputs_embeds) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _last_logits(model, params, inputs_embeds, last):
+    mask = np.arange(inputs_embeds.shape[1])[None] <= last  # longrope's factors depend on the row's length
     return (
         CausalLM(model)
-        .apply({"params": params}, inputs_embeds=inputs_embeds, logits_to_keep=last[None, None])
+        .apply({"params": params}, attention_mask=mask, inputs_embeds=inputs_embeds, logits_to_keep=last[None, None])
         .logits[0, 0]
     )
 
