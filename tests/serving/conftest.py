@@ -23,10 +23,21 @@ def http(service):
         yield made
 
 
+@pytest.fixture(scope="module")
+def open_loops_at_the_end():
+    """Do as `open_loops` when the module's own fixtures have ended, because they may hold the last reference."""
+    yield
+    _collect()
+
+
 @pytest.fixture
-def open_loops():
+def open_loops(open_loops_at_the_end):
     """Collect event loops and connections that real clients leave open, so that no later test gets their warnings."""
     yield
+    _collect()
+
+
+def _collect() -> None:
     asyncio.set_event_loop(None)
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()
