@@ -75,7 +75,7 @@ def line_of(flag: str, value: str) -> str:
     line = err.getvalue()
     assert (status, out.getvalue(), line.count("\n")) == (2, "", 1), (flag, value[:50], line)
     assert line.startswith("jaxgen: error: ")
-    assert len(line) <= LONGEST + 50  # the file name and "error"
+    assert len(line) <= len("jaxgen: error: \n") + LONGEST
     return line
 
 

@@ -95,10 +95,12 @@ def test_interrupts_while_compiling(start, talking):
 @pytest.mark.slow
 def test_seconds_while_compiling(start, checkpoint):
     with start("--model", checkpoint, "-n", 5, "A") as terminal:
-        for second in (1, 2):
-            terminal.wait_for(f"compiling, and reading the prompt ({second} s)")
+        terminal.wait_for("compiling, and reading the prompt (")
         assert terminal.end() == 0
         assert terminal.screen == "BCDEF\n"
+        seconds = [int(text) for text in re.findall(r"reading the prompt \((\d+) s\)", terminal.output)]
+        assert seconds[0] >= 1  # on a busy machine, some seconds are not shown
+        assert seconds == sorted(seconds)
 
 
 @pytest.mark.slow

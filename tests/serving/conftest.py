@@ -24,14 +24,14 @@ def http(service):
 
 
 @pytest.fixture(scope="module")
-def open_loops_at_the_end():
-    """Do as `open_loops` when the module's own fixtures have ended, because they may hold the last reference."""
+def open_loops_of_module():
+    """Collect loops to which a fixture of the module held the last reference."""
     yield
     _collect()
 
 
 @pytest.fixture
-def open_loops(open_loops_at_the_end):
+def open_loops(open_loops_of_module):
     """Collect event loops and connections that real clients leave open, so that no later test gets their warnings."""
     yield
     _collect()
