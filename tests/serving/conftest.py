@@ -23,21 +23,10 @@ def http(service):
         yield made
 
 
-@pytest.fixture(scope="module")
-def open_loops_of_module():
-    """Collect loops to which a fixture of the module held the last reference."""
-    yield
-    _collect()
-
-
 @pytest.fixture
-def open_loops(open_loops_of_module):
+def open_loops():
     """Collect event loops and connections that real clients leave open, so that no later test gets their warnings."""
     yield
-    _collect()
-
-
-def _collect() -> None:
     asyncio.set_event_loop(None)
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()

@@ -555,9 +555,9 @@ class TestAgents:
             body = {"seed": 1} | (forced(text)["extra_body"] if text else {})
             own = agents.ModelSettings(max_tokens=300, extra_body=body, **(settings or {}))
             agent = agents.Agent("Weather", model=model, model_settings=own, **fields)
-            return agent, agents.Runner.run_streamed(agent, prompt) if streamed else agents.Runner.run_sync(
-                agent, prompt
-            )
+            if streamed:
+                return agent, agents.Runner.run_streamed(agent, prompt)
+            return agent, asyncio.run(agents.Runner.run(agent, prompt))  # `run_sync` never closes its event loop
 
         return run
 
