@@ -17,7 +17,8 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.checkpoint import EMBEDDING, Checkpoint
 from convert.errors import CheckpointError
-from convert.experts import Part, by_file_name, stacked
+from convert.experts import Part, by_file_name, file_of, stacked
+from convert.packed.reader import quantization_config, read_format, read_packed, without_zero_biases
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.published import read_configs, renamed
 from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
@@ -245,11 +246,13 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     if config is not None:
         model, cfg, faults, notes = read_configs(path, config, generation)
         problems += faults
-    if model is not None:
-        tensors, listed, heads = renamed(tensors, listed, config and config.get("model_type"))
-        notes += heads
-        weights, faults = _parameters(path, tensors, listed, model, [named] if named else all_built_in())
+    if model is not None and config is not None:
+        try:
+            weights, faults, more = _weights(path, config, tensors, listed, model, [named] if named else all_built_in())
+        except CheckpointError as error:
+            faults, more = error.problems, []
         problems += faults
+        notes += more
     if problems or config is None or cfg is None:
         raise CheckpointError([*problems, *fetch_again(path, problems)])
     if notes:
@@ -309,9 +312,32 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         shutil.copytree(source / TEMPLATE_FOLDER, directory / TEMPLATE_FOLDER, dirs_exist_ok=True)
 
 
+def _weights(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    listed: set[str] | None,
+    model: ModelConfig,
+    kinds: list[type[Quantized]],
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the model's parameters, a list of problems, and notes.
+
+    Raises:
+        CheckpointError: the weights are packed in a format that is not read.
+    """
+    tensors, listed, notes = renamed(tensors, listed, config.get("model_type"))
+    description, problems = quantization_config(path, config), []
+    if description is not None:
+        form, more = read_format(path, description)
+        tensors, listed, problems, ignored = read_packed(form, tensors, listed, model.dtype)
+        notes += [*more, *ignored]
+    weights, faults = _parameters(path, tensors, listed, model, kinds)
+    return weights, problems + faults, notes
+
+
 def _parameters(
     path: Path,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Any],
     listed: set[str] | None,
     model: ModelConfig,
     kinds: list[type[Quantized]],
@@ -332,6 +358,7 @@ def _parameters(
     if described > 2 * stored + _SPARE:  # tracing a model of this size could run out of memory
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
+    tensors = without_zero_biases(tensors, param_shapes(model))
     tensors, listed, faults = stacked(path, tensors, listed, model)
     problems += faults
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
@@ -343,7 +370,7 @@ def _mismatch(
     weights: Mapping[str, Any],
     model: ModelConfig,
     source: Any,
-    tensors: Mapping[str, Tensor] | None = None,
+    tensors: Mapping[str, Any] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
     """List weights that have the wrong dtype or shape, or that are missing or unexpected.
@@ -355,7 +382,7 @@ def _mismatch(
     expected = param_shapes(model)
     dtypes, missing, shapes, unexpected = [], [], [], []
     for name, weight in weights.items():
-        file = source if tensors is None else tensors[name].file
+        file = source if tensors is None else file_of(tensors[name])
         allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
         if str(weight.dtype) not in allowed:
             dtypes.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")
