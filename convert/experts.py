@@ -148,6 +148,17 @@ def apart(weight: Any) -> list[Any]:
     return [jax.tree.map(functools.partial(_part, expert=expert), weight) for expert in range(weight.shape[0])]
 
 
+def on_host(array: Any) -> np.ndarray:
+    """Return an array in memory, or one expert's part of it, as a numpy array."""
+    if isinstance(array, Part):
+        array = array.array[array.expert]
+    if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
+        # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees the
+        # cached copy.
+        array = jax.device_put(array, array.sharding, may_alias=False)
+    return np.asarray(array)
+
+
 def _part(array: Any, expert: int) -> Any:
     return array.experts[expert] if isinstance(array, Stack) else Part(array, expert)
 

@@ -17,11 +17,12 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.checkpoint import EMBEDDING, Checkpoint
 from convert.errors import CheckpointError
-from convert.experts import Part, by_file_name, file_of, stacked
+from convert.experts import by_file_name, file_of, on_host, stacked
 from convert.packed.reader import quantization_config, read_format, read_packed, without_zero_biases
+from convert.packed.writing import config_of, in_files
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.published import read_configs, renamed
-from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
+from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of, without_products
 from convert.shards import (
     CONSTANTS,
     checkpoint_directory,
@@ -132,10 +133,13 @@ def _open(path, wanted: np.dtype | None, quantize: Any, separated: bool = False)
 
     With `separated`, the checkpoint has no fused projections.
     """
-    checkpoint = open_checkpoint(path, kind_of(quantize))
+    kind = kind_of(quantize)
+    checkpoint = open_checkpoint(path, kind if isinstance(kind, type) else None)
     checkpoint = checkpoint.separated() if separated else checkpoint
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
+    if problems := without_products(checkpoint.weights):
+        raise CheckpointError(problems)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
         vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
@@ -173,18 +177,14 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             fault = f"the tokenizer has {len(tokenizer)} tokens, but the model has {model.vocab_size}"
             raise CheckpointError([f"{fault}: it belongs to another model"])
     weights = check_params(params, model)
-    if packed := {name: w for name, w in weights.items() if isinstance(w, Packed) and not isinstance(w, Quantized)}:
-        name, weight = next(iter(packed.items()))
-        fault = f"params: {name} is a {weight.title} matrix, which is not written"
-        raise CheckpointError([f"{fault}: load with quantize='none' and save that"])
-    arrays = tensors_of(weights)
+    weights, arrays = by_file_name(weights, model), tensors_of(weights)
     if any(map(is_tracer, arrays.values())):
         raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
     if deleted := [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]:
         reason = "being donated to a compiled function: use the function's result"
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
     generation = cfg.of_checkpoint().to_hf()
-    config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf()
+    config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf() | config_of(weights)
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     # Without this key, transformers assumes its class's default, which may be outside a small vocabulary.
     pad = generation.get("pad_token_id")
@@ -196,12 +196,12 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             if jax.process_index() == 0:
                 _add_tokenizer(tokenizer, target, directory)
                 write_configs(directory, config, generation)
-            arrays = tensors_of(by_file_name(weights, model))
+            arrays = tensors_of(in_files(weights, is_divided=True))
             write_parts(directory, {name: arrays[name] for name in in_order(arrays)}, file_stem(kind_in(weights)))
         return
     with new_directory(target, overwrite=overwrite) as directory:
         _add_tokenizer(tokenizer, target, directory)
-        write_arrays(directory, config, generation, by_file_name(weights, model))
+        write_arrays(directory, config, generation, in_files(weights))
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -278,19 +278,15 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and the weights, by their names in files (see `by_file_name`), to an empty directory."""
+    """Write both configs and the weights, by their names in files (see `by_file_name`), to an empty directory.
+
+    `weights` are in the form that `in_files` returns.
+    """
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
 
     def read(name: str) -> np.ndarray:
-        array = arrays[name]
-        if isinstance(array, Part):
-            array = array.array[array.expert]
-        if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees
-            # the cached copy.
-            array = jax.device_put(array, array.sharding, may_alias=False)
-        return np.asarray(array)
+        return arrays[name].read() if isinstance(arrays[name], Tensor) else on_host(arrays[name])
 
     write_checkpoint(directory, config, generation, sizes, read, None, stem)
 

@@ -13,21 +13,24 @@ import jax
 import numpy as np
 
 from convert.errors import CheckpointError
-from convert.experts import Stack, apart
+from convert.experts import Stack, apart, file_of
+from convert.packed.writing import InFiles
 from convert.shards import STEM
 from convert.tensors import CHUNK, DTYPES, STORED, Computed, DerivedTensor, Tensor, computed
+from jaxgen.core.model.int4 import Int4
 from jaxgen.core.model.weights import Packed, Quantized, map_rows
 from jaxgen.errors import InputError
 
 # If these were rounded, tokens would use other experts.
 NEVER_QUANTIZED = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+TABLES = ("embed_tokens.weight", "lm_head.weight")  # not quantized to 4 bits, as usual
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of `weights`, on disk or in memory, by name; an unpacked weight is a single tensor."""
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
-        suffixes = weight.tensors if isinstance(weight, Packed) else ("",)
+        suffixes = weight.tensors if isinstance(weight, Packed | InFiles) else ("",)
         tensors |= zip((name + suffix for suffix in suffixes), jax.tree.leaves(weight), strict=True)
     return tensors
 
@@ -99,7 +102,7 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
     return dataclasses.replace(made, dtype=np.dtype(dtype))
 
 
-def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
+def converted(name: str, weight: Any, kind: type[Quantized] | Int4 | None, dtype: np.dtype) -> Any:
     """Return a stored weight that is converted to `kind` when it is read, or to an array if `kind` is None.
 
     `dtype` is the default dtype of the matrix; the code that reads the weight can choose a different one. An array that
@@ -116,11 +119,15 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
     if len(weight.shape) == 3:
         experts = [converted(name, expert, kind, dtype) for expert in apart(weight)]
         return jax.tree.map(Stack.of, *experts)
-    if isinstance(weight, Packed) and type(weight) is not kind:
-        weight = _matrix(name, weight, dtype, is_rounded=kind is None)
-    if kind is None or not isinstance(weight, Tensor) or len(weight.shape) != 2 or name.endswith(NEVER_QUANTIZED):
+    is_kept = name.endswith((*NEVER_QUANTIZED, *TABLES) if isinstance(kind, Int4) else NEVER_QUANTIZED)
+    if isinstance(weight, Packed) and (is_kept or not _is_of(kind, weight)):
+        weight = _matrix(name, weight, dtype, is_rounded=kind is None or is_kept)
+    if kind is None or is_kept or not isinstance(weight, Tensor) or len(weight.shape) != 2:
         return weight
-    like, tensors = _one_row(kind, weight.shape[1], dtype), []
+    try:
+        like, tensors = _one_row(kind, weight.shape[1], dtype), []
+    except InputError as error:
+        raise CheckpointError([f"{weight.file}: {name} {error}"]) from error
     for number, (suffix, array) in enumerate(zip(like.tensors, jax.tree.leaves(like), strict=True)):
         shape, compute = (weight.shape[0], *array.shape[1:]), functools.partial(part, number=number)
         tensors.append(_from_rows(name + suffix, weight, shape, array.dtype, compute))
@@ -138,7 +145,12 @@ def _matrix(name: str, weight: Any, dtype: np.dtype, is_rounded: bool) -> Comput
     return _from_rows(name, weight, weight.shape, dtype, compute)
 
 
-def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
+def _is_of(kind: type[Quantized] | Int4 | None, weight: Any) -> bool:
+    """Return True if a packed weight does not need to be converted."""
+    return kind.represents(weight) if isinstance(kind, Int4) else type(weight) is kind
+
+
+def _one_row(kind: type[Quantized] | Int4, columns: int, dtype: Any) -> Any:
     """Return a one-row weight of this kind, as an example of the dtypes and row shapes of its arrays."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
@@ -158,3 +170,18 @@ def _from_rows(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, 
         return np.concatenate([compute(map_rows(operator.itemgetter(piece), parts)) for piece in pieces])
 
     return computed(name, shape, dtype, rows, tensors[0], max(few, *steps, 0))
+
+
+def without_products(weights: Mapping[str, Any]) -> list[str]:
+    """List the experts whose packed matrices cannot be multiplied in this form."""
+    problems = []
+    for name, weight in weights.items():
+        if not isinstance(weight, Packed) or len(weight.shape) < 3:
+            continue
+        of_rows = jax.tree.leaves(map_rows(lambda _: None, weight))
+        if of_rows or not hasattr(weight, "product_of_experts"):
+            fault = (
+                f"{name}: experts are not multiplied as {weight.title} matrices: load with quantize='none' or 'int8'"
+            )
+            problems.append(f"{file_of(weight)}: {fault}")
+    return problems

@@ -8,7 +8,7 @@ import pytest
 
 from convert import load_hf
 from convert.hf import load_shapes
-from jaxgen import CausalLM, fuse_projections
+from jaxgen import CausalLM, fuse_projections, shard_params
 from jaxgen.core.model.fp8 import Fp8
 from jaxgen.core.model.grouped import Grouped
 from jaxgen.core.model.int8 import Int8
@@ -128,3 +128,25 @@ def test_logits_are_those_of_the_matrices(name, tmp_path):
     np.testing.assert_allclose(logits(params, cfg), expected, atol=1e-4, rtol=1e-4)
     np.testing.assert_allclose(logits(fuse_projections(params), cfg), expected, atol=1e-4, rtol=1e-4)
     assert np.abs(logits(matrices, cfg) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["gptq-8-asymmetric", "awq", "w4a16-asymmetric", "fp8"])
+def test_packed_matrices_are_divided_over_a_mesh(name, tmp_path):
+    description, packer, _ = CASES[name]
+    checkpoint(tmp_path / "x", packer, description)
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
+    params, cfg = load_hf(tmp_path / "x")
+    divided, _ = load_hf(tmp_path / "x", mesh=mesh)
+    sharded = shard_params(params, cfg, mesh)
+    for other in (divided, sharded):
+        assert jax.tree.structure(other) == jax.tree.structure(params)
+        assert jax.tree.all(jax.tree.map(np.array_equal, other, params))
+    assert [x.sharding for x in jax.tree.leaves(divided)] == [x.sharding for x in jax.tree.leaves(sharded)]
+    layer = divided["model"]["layers"]["0"]["mlp"]
+    rows = jax.tree.leaves(layer["up_proj"]["weight"])[0].addressable_shards[0].data.shape[0]
+    assert rows == MODEL["intermediate_size"] // 2
+    # Three groups of inputs cannot be divided by two, so down_proj is divided along its outputs.
+    scales = layer["down_proj"]["weight"].scales
+    rows, groups = MODEL["hidden_size"], scales.shape[-1]
+    assert scales.addressable_shards[0].data.shape == ((rows // 2, groups) if groups % 2 else (rows, groups // 2))
+    assert groups == (2 if name == "fp8" else 3)
