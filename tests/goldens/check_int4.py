@@ -26,8 +26,11 @@ def main() -> None:
             assert own.keys() == other.keys()
             assert all(own[name].dtype == other[name].dtype and torch.equal(own[name], other[name]) for name in own)
         largest = (logits - wanted).abs().max().item()
-        print(f"{options or 'as stored'}: logits differ by at most {largest}, of {wanted.abs().max().item()}")
-        assert largest == 0
+        scale = wanted.abs().max().item()
+        print(f"{'dequantize=True' if options else 'as stored'}: logits differ by at most {largest}, of {scale}")
+        # Without dequantize=True, transformers does not round the matrices of a float32 model to bfloat16, the dtype of
+        # the scales.
+        assert largest <= (0 if options or read.dtype == torch.bfloat16 else 0.02 * scale)
 
 
 if __name__ == "__main__":
