@@ -43,9 +43,13 @@ class Int4:
         largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1, keepdims=True), axis=-1)
         if not np.isfinite(largest).all():
             raise InputError("is not finite, so 4-bit numbers cannot represent it: do not quantize")
-        options = [_rounded(groups, (largest / np.float32(number)).astype(_SCALES)) for number in _CANDIDATES]
-        best = np.argmin([error for _, _, error in options], axis=0)
-        codes, scales = (np.choose(best, [option[part] for option in options]) for part in (0, 1))
+        codes, scales, least = np.empty(groups.shape, np.uint8), np.empty_like(largest), np.full(largest.shape, np.inf)
+        for number in _CANDIDATES:
+            own, wide, error = _rounded(groups, largest / np.float32(number))
+            is_better = error < least
+            np.copyto(codes, own, where=is_better)
+            np.copyto(scales, wide, where=is_better)
+            np.minimum(error, least, out=least)
         words: Any = Grouped.pack(codes.reshape(rows, columns), 4)
         return Grouped(words, scales[..., 0].astype(_SCALES), None, None, 4, dtype)
 
@@ -68,7 +72,11 @@ GROUPS_OF_32, GROUPS_OF_128 = map(Int4, GROUPS)
 
 def _rounded(groups: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of `groups float32[n, G, g]` for `scales [n, G, 1]`, the scales as float32, and the errors."""
-    scales = scales.astype(np.float32)
-    numbers = np.clip(np.rint(groups / np.where(scales == 0, 1, scales)), _LOWEST, _HIGHEST)
-    error = np.square(numbers * scales - groups).sum(axis=-1, keepdims=True)
-    return (numbers - _LOWEST).astype(np.uint8), scales, error
+    scales = scales.astype(_SCALES).astype(np.float32)
+    scales[np.abs(scales) < np.finfo(np.float32).tiny] = 0  # their inverse may be infinite
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+    numbers = groups * inverse
+    np.clip(np.rint(numbers, out=numbers), _LOWEST, _HIGHEST, out=numbers)
+    codes = (numbers - _LOWEST).astype(np.uint8)
+    np.subtract(np.multiply(numbers, scales, out=numbers), groups, out=numbers)
+    return codes, scales, np.einsum("ngi,ngi->ng", numbers, numbers)[..., None]
