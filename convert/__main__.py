@@ -133,7 +133,7 @@ def list_tensors(path: Path) -> None:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
-        description="Convert a Hugging Face checkpoint to another dtype, 8 bits or fewer heads, or list its tensors.",
+        description="Convert a Hugging Face checkpoint to another dtype, fewer bits or fewer heads, or list its tensors.",
         epilog="Needs memory for one file of DST (at most 5 GB, or one larger tensor) plus the tensor being cast; "
         "--check afterwards needs memory for two copies of a tensor.",
     )
@@ -143,10 +143,11 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--dtype",
         choices=[dtype.name for dtype in DTYPES.values()],
-        help="convert all but 8-bit matrices; default: as in SRC",
+        help="convert all but packed matrices; default: as in SRC",
     )
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
-    bits = "write matrices as 8-bit numbers, for jaxgen alone; none: convert such matrices back; default: as in SRC"
+    bits = "int8: write 8-bit matrices, for jaxgen alone; int4, int4-128: 4-bit matrices with groups of 32 or 128 "
+    bits += "columns, in the format compressed-tensors; none: convert packed matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
     add("--merge-adapter", metavar="DIR", help="first add a LoRA adapter, as PEFT writes it, to the matrices")
     add("--overwrite", action="store_true", help="replace the checkpoint DST")

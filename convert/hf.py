@@ -66,7 +66,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Like transformers, the function also reads the tensors of a base model, whose names lack the prefix "model.", and
     ignores value and classification heads. One warning names everything that is ignored: unknown keys of config.json
-    and generation_config.json, unsupported options that do not change the tokens, and such heads. Another one says that
+    and generation_config.json, unsupported options that do not change the tokens, such heads, and scales of inputs or of a rounded cache. Another one says that
     an `eos_token_id` outside the vocabulary can never end generation.
 
     Args:
@@ -75,9 +75,11 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
             the activations and the other parameters.
         quantize: "int8" converts each matrix, including the embedding and the head, to `Int8`: 8-bit numbers with
-            a scale for each output channel. "none" converts quantized matrices, such as those that
-            `python -m convert --quantize int8` writes, to arrays in `dtype`. By default (None), matrices are loaded as
-            they are stored. A subclass of `jaxgen.core.model.weights.Quantized` selects a custom kind of weight.
+            a scale for each output channel. "int4" (or "int4-128") converts the matrices in layers to 4-bit numbers
+            with a scale for each group of 32 (or 128) columns. "none" converts packed matrices to arrays in `dtype`.
+            By default (None), matrices are loaded as they are stored; those that were published in the formats FP8,
+            compressed-tensors, AWQ or GPTQ remain packed. A subclass of `jaxgen.core.model.weights.Quantized` selects
+            a custom kind of weight.
         mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, across which the parameters are split. Each
             process reads only the bytes that its own devices need.
 
@@ -151,8 +153,9 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
     """Save parameters, their config and a tokenizer in a directory that transformers can load.
 
     The directory is created atomically. Parameters on an accelerator are copied to the host one shard at a time. Each
-    shard is at most 5 GB, unless it contains a single larger tensor. Quantized parameters are written to a file such as
-    model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
+    shard is at most 5 GB, unless it contains a single larger tensor. 8-bit parameters (`quantize="int8"`) are written to
+    model.int8.safetensors, which `load_hf` can read but transformers cannot. 4-bit parameters without zero points are
+    written in the format compressed-tensors. Parameters split across a mesh are not
     gathered: each process writes its own parts to a directory that all processes share.
 
     Args:
@@ -167,8 +170,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             the directory is deleted.
 
     Raises:
-        CheckpointError: the parameters or the tokenizer do not match the model, or `path` exists and cannot be
-            replaced.
+        CheckpointError: the parameters or the tokenizer do not match the model, some are packed in a form that is not
+            written, or `path` exists and cannot be replaced.
     """
     model = model_of(cfg)
     if tokenizer is not None:

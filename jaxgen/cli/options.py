@@ -103,7 +103,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
-    bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
+    bits = "round the weights to 8 bits (half the memory, and faster for a few rows) or 4 bits; none: convert them back"
     arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)

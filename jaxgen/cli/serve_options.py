@@ -74,7 +74,7 @@ def add_model_options(parser: arguments.Parser) -> None:
         add_size(add, name, getattr(SERVED, name))
     apart = "leave a model's thoughts in the content of its answers, with their tags"
     add("--thoughts-in-content", action="store_true", help=apart)
-    bits = "round the weights to 8 bits, or with none convert 8-bit weights back"
+    bits = "round the weights to 8 or 4 bits, or with none convert such weights back"
     arguments.add_weights(add, "convert the weights (default: as in the checkpoint)", bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)

@@ -73,7 +73,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     width = "columns of prompts (default: 128)"
     add("--prompt-width", type=arguments.count, default=128, metavar="N", help=width)
     add("--platforms", type=_platforms, default=PLATFORMS, metavar="A,B", help=f"(default: {','.join(PLATFORMS)})")
-    bits = "8-bit weights; none: dequantize MODEL's (default: as in MODEL)"
+    bits = "8- or 4-bit weights; none: dequantize MODEL's (default: as in MODEL)"
     arguments.add_weights(add, "dtype of the weights (default: as in MODEL)", bits)
     add_generation(parser)
     options, rest = parser.read(words)

@@ -1,18 +1,26 @@
 """Packed checkpoints (FP8, compressed-tensors, GPTQ, AWQ) are read as the matrices that their formulas define."""
 
+import json
+import re
+import shutil
+
 import flax.traverse_util
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from convert import load_hf
+from convert import CheckpointError, load_hf
 from convert.hf import load_shapes
 from jaxgen import CausalLM, fuse_projections, shard_params
 from jaxgen.core.model.fp8 import Fp8
 from jaxgen.core.model.grouped import Grouped
 from jaxgen.core.model.int8 import Int8
 from jaxgen.core.model.weights import Packed
+from tests.convert.test_hf import run
+from tests.support.checkpoints import shapes
+from tests.support.goldens import GOLDENS
 from tests.support.packed import MODEL, awq, checkpoint, floats, gptq, integers, is_linear, scheme, w4a16
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True, "desc_act": False}
@@ -150,3 +158,62 @@ def test_packed_matrices_are_divided_over_a_mesh(name, tmp_path):
     rows, groups = MODEL["hidden_size"], scales.shape[-1]
     assert scales.addressable_shards[0].data.shape == ((rows // 2, groups) if groups % 2 else (rows, groups // 2))
     assert groups == (2 if name == "fp8" else 3)
+
+
+@pytest.mark.parametrize("name", ["awq", "w4a16-asymmetric", "fp8"])
+def test_experts_are_read(name, tmp_path):
+    folder = GOLDENS / "441" / "checkpoints" / "mixtral"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "torch_dtype": "float32"}
+    description, packer, rounded = CASES[name]
+    tensors = load_file(folder / "model.safetensors")
+    meant = checkpoint(tmp_path / "x", packer, description, config, tensors=tensors)
+    matrices, _ = load_hf(tmp_path / "x", quantize="none")
+    own = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    for key, matrix in dense(meant, rounded, np.float32).items():
+        found = re.fullmatch(r"(.*)\.block_sparse_moe\.experts\.(\d)\.(w\d)\.weight", key)
+        if found:
+            stack = flat(matrices)[f"{found[1]}.mlp.experts.{own[found[3]]}.weight"]
+            assert np.array_equal(stack[int(found[2])], matrix)
+    eight = flat(load_hf(tmp_path / "x", quantize="int8")[0])["model.layers.1.mlp.experts.up_proj.weight"]
+    expected = Int8.from_matrix(meant["model.layers.1.block_sparse_moe.experts.2.w3.weight"], np.dtype("float32"))
+    assert np.array_equal(eight.values[2], expected.values)
+    kind = Fp8 if name == "fp8" else Grouped
+    if not hasattr(kind, "product_of_experts"):
+        with pytest.raises(CheckpointError, match=r"experts are not multiplied as .*: load with quantize='none'"):
+            load_hf(tmp_path / "x")
+        return
+    packed = on_host(flat(load_hf(tmp_path / "x")[0])["model.layers.1.mlp.experts.up_proj.weight"])
+    one = jax.tree.map(lambda array: array[3], packed)
+    assert np.array_equal(one.to_matrix(), meant["model.layers.1.block_sparse_moe.experts.3.w3.weight"])
+
+
+LOADING = """
+import re, sys, jax, convert
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+jax.devices()
+before = peak()
+params, _ = convert.load_hf(sys.argv[1], quantize=sys.argv[2] or None)
+print(sum(x.nbytes for x in jax.tree.leaves(params)), peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gptq-act-order", "awq", "w4a16", "fp8"])
+def test_peak_memory_of_loading_is_the_parameters(case, tmp_path):
+    """The rest is a few pieces of a matrix, of at most 4 million codes each."""
+    wide = {"hidden_size": 1024, "intermediate_size": 6144, "vocab_size": 1000, "num_hidden_layers": 3}
+    config = MODEL | wide | {"torch_dtype": "bfloat16"}
+    shape = shapes(config)["model.layers.0.mlp.up_proj.weight"]
+    description, packer, _ = CASES[case]
+    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    tensors = {name: np.resize(matrix, shape).astype(ml_dtypes.bfloat16) for name, shape in shapes(config).items()}
+    checkpoint(tmp_path / "x", packer, description, config, tensors=tensors)
+    for quantize in ("", "none", "int8", "int4-128"):
+        size, peak = map(int, run(LOADING, tmp_path / "x", quantize).split())
+        assert size > 20e6
+        assert 0.9 * size < peak < 1.1 * size + 120e6
+    shutil.rmtree(tmp_path / "x")

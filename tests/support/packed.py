@@ -167,7 +167,7 @@ def floats(
 
 def is_linear(name: str) -> bool:
     """Return True for matrices in layers, which all formats pack."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def checkpoint(
