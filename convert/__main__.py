@@ -23,7 +23,6 @@ from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
-from jaxgen.core.model.int8 import Int8
 from jaxgen.core.model.quantization import CHOICES, all_built_in
 from jaxgen.errors import ConfigError, JaxgenError, JaxgenWarning, one_line
 
@@ -66,7 +65,8 @@ def convert(options: argparse.Namespace) -> int:
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
     if (kind := checkpoint.kind) and options.dtype is not None and options.quantize is None:
-        others = f", or --quantize {kind.name} to convert only the other tensors" if issubclass(kind, Int8) else ""
+        name = getattr(kind, "name", None)
+        others = f", or --quantize {name} to convert only the other tensors" if name else ""
         raise ConfigError(
             f"{source} has {kind.title} matrices, which --dtype does not affect: add --quantize none to convert them "
             f"to {options.dtype}{others}"
@@ -133,7 +133,7 @@ def list_tensors(path: Path) -> None:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
-        description="Convert a Hugging Face checkpoint to another dtype, fewer bits or fewer heads, or list its tensors.",
+        description="Convert a Hugging Face checkpoint to another dtype, fewer bits or heads, or list its tensors.",
         epilog="Needs memory for one file of DST (at most 5 GB, or one larger tensor) plus the tensor being cast; "
         "--check afterwards needs memory for two copies of a tensor.",
     )
@@ -146,8 +146,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         help="convert all but packed matrices; default: as in SRC",
     )
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
-    bits = "int8: write 8-bit matrices, for jaxgen alone; int4, int4-128: 4-bit matrices with groups of 32 or 128 "
-    bits += "columns, in the format compressed-tensors; none: convert packed matrices back; default: as in SRC"
+    bits = (
+        "write 8-bit matrices, for jaxgen alone, or 4-bit matrices with a scale for 32 columns (or 128), in the format "
+    )
+    bits += "compressed-tensors; none: convert packed matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
     add("--merge-adapter", metavar="DIR", help="first add a LoRA adapter, as PEFT writes it, to the matrices")
     add("--overwrite", action="store_true", help="replace the checkpoint DST")

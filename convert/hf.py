@@ -66,8 +66,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Like transformers, the function also reads the tensors of a base model, whose names lack the prefix "model.", and
     ignores value and classification heads. One warning names everything that is ignored: unknown keys of config.json
-    and generation_config.json, unsupported options that do not change the tokens, such heads, and scales of inputs or of a rounded cache. Another one says that
-    an `eos_token_id` outside the vocabulary can never end generation.
+    and generation_config.json, unsupported options that do not change the tokens, such heads, and scales of inputs or
+    of a rounded cache. Another one says that an `eos_token_id` outside the vocabulary can never end generation.
 
     Args:
         path: the directory.
@@ -153,10 +153,10 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
     """Save parameters, their config and a tokenizer in a directory that transformers can load.
 
     The directory is created atomically. Parameters on an accelerator are copied to the host one shard at a time. Each
-    shard is at most 5 GB, unless it contains a single larger tensor. 8-bit parameters (`quantize="int8"`) are written to
-    model.int8.safetensors, which `load_hf` can read but transformers cannot. 4-bit parameters without zero points are
-    written in the format compressed-tensors. Parameters split across a mesh are not
-    gathered: each process writes its own parts to a directory that all processes share.
+    shard is at most 5 GB, unless it contains a single larger tensor. 8-bit parameters (`quantize="int8"`) are written
+    to model.int8.safetensors, which `load_hf` can read but transformers cannot. 4-bit parameters without zero points
+    are written in the format compressed-tensors. Parameters split across a mesh are not gathered: each process writes
+    its own parts to a directory that all processes share.
 
     Args:
         params: the parameters, nested as `load_hf` returns them. They are written in their own dtypes.

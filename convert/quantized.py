@@ -196,8 +196,6 @@ def without_products(weights: Mapping[str, Any]) -> list[str]:
             continue
         of_rows = jax.tree.leaves(map_rows(lambda _: None, weight))
         if of_rows or not hasattr(weight, "product_of_experts"):
-            fault = (
-                f"{name}: experts are not multiplied as {weight.title} matrices: load with quantize='none' or 'int8'"
-            )
+            fault = f"{name}: experts are not multiplied as {weight.title} matrices: load with quantize='none'"
             problems.append(f"{file_of(weight)}: {fault}")
     return problems

@@ -43,7 +43,7 @@ def in_files(weights: Mapping[str, Any], is_divided: bool = False) -> dict[str, 
             reason = "is packed and divided over a mesh: save it from one device, or use python -m convert"
             raise CheckpointError([f"params: {name} {reason}"])
         if not _is_writable(name, weight):
-            advice = "load with quantize='none', 'int8' or 'int4' (--quantize) and write that"
+            advice = "load with quantize='none' or 'int4' (--quantize) and write that"
             raise CheckpointError([f"{name} is a {weight.title} matrix in a form that is not written: {advice}"])
     return {name: _in_files(name, weight) if name in packed else weight for name, weight in weights.items()}
 

@@ -58,7 +58,7 @@ def test_rounding_is_close_and_reaches_the_largest_number_of_a_group():
         GROUPS_OF_32.from_matrix(matrix, np.dtype("float32"))
     with pytest.raises(InputError, match="has 96 columns, which groups of 128 do not divide: choose quantize='int4'"):
         GROUPS_OF_128.from_matrix(np.zeros((2, 96), np.float32), np.dtype("float32"))
-    with pytest.raises(InputError, match="choose quantize='int8'"):
+    with pytest.raises(InputError, match="quantize to 8 bits"):
         GROUPS_OF_32.from_matrix(np.zeros((2, 40), np.float32), np.dtype("float32"))
 
 

@@ -37,7 +37,7 @@ class Int4:
         rows, columns = matrix.shape
         if columns % self.group:
             fits = [size for size in GROUPS if columns % size == 0]
-            advice = f"choose quantize='{_name(fits[0])}'" if fits else "choose quantize='int8'"
+            advice = f"choose quantize='{_name(fits[0])}'" if fits else "quantize to 8 bits"
             raise InputError(f"has {columns} columns, which groups of {self.group} do not divide: {advice}")
         groups = matrix.reshape(rows, -1, self.group)
         largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1, keepdims=True), axis=-1)
