@@ -23,6 +23,7 @@ from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
+from jaxgen.core.model.int8 import Int8
 from jaxgen.core.model.quantization import CHOICES, all_built_in
 from jaxgen.errors import ConfigError, JaxgenError, JaxgenWarning, one_line
 
@@ -65,9 +66,10 @@ def convert(options: argparse.Namespace) -> int:
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
     if (kind := checkpoint.kind) and options.dtype is not None and options.quantize is None:
+        others = f", or --quantize {kind.name} to convert only the other tensors" if issubclass(kind, Int8) else ""
         raise ConfigError(
             f"{source} has {kind.title} matrices, which --dtype does not affect: add --quantize none to convert them "
-            f"to {options.dtype}, or --quantize {kind.name} to convert only the other tensors"
+            f"to {options.dtype}{others}"
         )
     if options.merge_adapter is not None:
         checkpoint = merge_adapter(checkpoint, options.merge_adapter)

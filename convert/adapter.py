@@ -26,7 +26,7 @@ from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import parts_of
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.sharding import mesh_of, shard_params
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Packed
 from jaxgen.errors import ConfigError, InputError, one_line, shown, warn
 
 _CONFIG, _PREFIX = "adapter_config.json", "base_model.model."
@@ -126,7 +126,9 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 
     def merged(name: str, tensor: Tensor) -> Tensor:
         update = updates.get(name.removesuffix(".weight"))
-        return tensor if update is None else DerivedTensor(**vars(tensor), compute=lambda x: x + update[1] @ update[0])
+        if update is None:
+            return tensor
+        return DerivedTensor(**vars(tensor), source=tensor, compute=lambda x: x + update[1] @ update[0])
 
     weights = {name: merged(name, tensor) for name, tensor in checkpoint.weights.items()}
     return dataclasses.replace(checkpoint, weights=weights)
@@ -286,7 +288,7 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], model: ModelConfig, conf
 
 def _changed(saved: Tensor, weight: Any) -> str | None:
     """Return a description of the problem if a whole matrix in an adapter's file is not that of the model."""
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Packed):
         return "cannot be compared with the model's, which is quantized: remove it from the file"
     base = weight.read() if isinstance(weight, Tensor) else np.asarray(weight)
     if saved.shape != base.shape:

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from convert.experts import by_file_name
@@ -18,7 +17,7 @@ from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import parts_of
 from jaxgen.core.model.quantization import kind_of
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Packed, Quantized, map_rows
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -28,7 +27,8 @@ class Checkpoint:
     """A validated checkpoint directory; its weights have not been read yet.
 
     `config` is the content of config.json. `generation` is the content of generation_config.json, or None if this file
-    is missing. `weights` maps each parameter's name to a `Tensor`, or to a quantized weight made of several `Tensor`s.
+    is missing. `weights` maps each parameter's name to a `Tensor`, or to a `Packed` weight whose arrays are `Tensor`s.
+    A tensor may be `Computed` from other tensors when it is read.
     """
 
     path: Path
@@ -43,17 +43,17 @@ class Checkpoint:
         return tensors_of(self.weights)
 
     @property
-    def kind(self) -> type[Quantized] | None:
-        """The kind of the quantized weights, or None if there are none."""
+    def kind(self) -> type[Packed] | None:
+        """The kind of the first packed weight, or None if there are none."""
         return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return `wanted` or, if it is None, the embedding's dtype (from the config if the embedding is quantized)."""
+        """Return `wanted` or, if it is None, the embedding's dtype (from the config if the embedding is packed)."""
         embedding = self.weights[EMBEDDING]
-        return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
+        return wanted or (embedding.dtype if isinstance(embedding, Packed) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return a tensor's dtype in memory: its own if `wanted` is None or the weight is quantized, else `wanted`."""
+        """Return a tensor's dtype in memory: its own if `wanted` is None or the weight is packed, else `wanted`."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -78,8 +78,8 @@ class Checkpoint:
                 weights[name] = weight
                 continue
             for part, start, end in parts_of(path[-2], self.cfg.model, weight.shape[0]):
-                cut = functools.partial(Tensor.rows, start=start, end=end)
-                weights[".".join((*path[:-2], part, path[-1]))] = jax.tree.map(cut, weight)
+                cut = functools.partial(_rows, start=start, end=end)
+                weights[".".join((*path[:-2], part, path[-1]))] = map_rows(cut, weight)
         return dataclasses.replace(self, weights=weights)
 
     def by_file_name(self) -> Checkpoint:
@@ -94,3 +94,7 @@ class Checkpoint:
         dtype = self.dtype(None)
         weights = {name: converted(name, weight, kind, dtype) for name, weight in self.weights.items()}
         return dataclasses.replace(self, weights=weights)
+
+
+def _rows(tensor: Tensor, start: int, end: int) -> Tensor:
+    return tensor.rows(start, end)

@@ -39,7 +39,7 @@ from jaxgen.core.model.layout import as_stored
 from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Packed, Quantized
 from jaxgen.core.text.tokenizer import check_tokenizer
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
@@ -172,6 +172,10 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             fault = f"the tokenizer has {len(tokenizer)} tokens, but the model has {model.vocab_size}"
             raise CheckpointError([f"{fault}: it belongs to another model"])
     weights = check_params(params, model)
+    if packed := {name: w for name, w in weights.items() if isinstance(w, Packed) and not isinstance(w, Quantized)}:
+        name, weight = next(iter(packed.items()))
+        fault = f"params: {name} is a {weight.title} matrix, which is not written"
+        raise CheckpointError([f"{fault}: load with quantize='none' and save that"])
     arrays = tensors_of(weights)
     if any(map(is_tracer, arrays.values())):
         raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
@@ -205,7 +209,10 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     kinds = {type(weight): weight.name for weight in given.values() if isinstance(weight, Quantized)}
     if len(kinds) > 1:
         problems.append(f"params: weights of the kinds {', '.join(kinds.values())} cannot be stored in one checkpoint")
-    weights, faults = weights_of(tensors_of(given), param_shapes(model), kinds or all_built_in(), model.dtype)
+    packed = {name: w for name, w in given.items() if isinstance(w, Packed) and not isinstance(w, Quantized)}
+    tensors = tensors_of({name: weight for name, weight in given.items() if name not in packed})
+    weights, faults = weights_of(tensors, param_shapes(model), kinds or all_built_in(), model.dtype)
+    weights |= packed
     problems += [f"params: {fault}" for fault in faults]
     problems += _mismatch(weights, model, "params")
     if problems:
@@ -383,7 +390,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         wrong = [key for key in path if not isinstance(key, str) or "." in key]
         if wrong:
             problems.append(f"params: the key {wrong[0]!r} must be one part of a name, such as 'layers' or '0'")
-        elif isinstance(value, np.ndarray | jax.Array | Quantized):
+        elif isinstance(value, np.ndarray | jax.Array | Packed):
             weights[".".join(path)] = value
         elif isinstance(value, LowRank | Adapters):
             attached.append(".".join(path))

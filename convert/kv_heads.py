@@ -66,7 +66,8 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
         shape = (queries + (tensor.shape[0] - queries) // group, *tensor.shape[1:])
         nbytes = tensor.nbytes // tensor.shape[0] * shape[0]
         smaller = dataclasses.replace(tensor, shape=shape, nbytes=nbytes)
-        return DerivedTensor(**vars(smaller), compute=functools.partial(_pooled_rows, queries=queries, model=pooled))
+        compute = functools.partial(_pooled_rows, queries=queries, model=pooled)
+        return DerivedTensor(**vars(smaller), source=tensor, compute=compute)
 
     weights = dict(checkpoint.weights)
     for name, tensor in weights.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ import numpy as np
 from convert.errors import CheckpointError
 from convert.experts import Stack, apart
 from convert.shards import STEM
-from convert.tensors import CHUNK, DTYPES, NAMES, STORED, Tensor
-from jaxgen.core.model.weights import Quantized
+from convert.tensors import CHUNK, DTYPES, STORED, Computed, DerivedTensor, Tensor, computed
+from jaxgen.core.model.weights import Packed, Quantized, map_rows
 from jaxgen.errors import InputError
 
 # If these were rounded, tokens would use other experts.
@@ -25,10 +24,10 @@ NEVER_QUANTIZED = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of `weights`, on disk or in memory, by name; an unquantized weight is a single tensor."""
+    """Return the tensors of `weights`, on disk or in memory, by name; an unpacked weight is a single tensor."""
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
-        suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
+        suffixes = weight.tensors if isinstance(weight, Packed) else ("",)
         tensors |= zip((name + suffix for suffix in suffixes), jax.tree.leaves(weight), strict=True)
     return tensors
 
@@ -78,27 +77,33 @@ def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized]
     return next((kind for kind in kinds if any(path.glob(f"{file_stem(kind)}[-.]*"))), None)
 
 
-def file_stem(kind: type[Quantized] | None) -> str:
+def file_stem(kind: type[Packed] | None) -> str:
     """Return the file-name prefix for a kind of weight; transformers ignores files whose prefix names a kind."""
-    return STEM if kind is None else f"{STEM}.{kind.name}"
+    name = getattr(kind, "name", None)
+    return STEM if name is None else f"{STEM}.{name}"
 
 
-def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
-    """Return the kind of the first quantized weight, or None."""
-    return next((type(weight) for weight in weights.values() if isinstance(weight, Quantized)), None)
+def kind_in(weights: Mapping[str, Any]) -> type[Packed] | None:
+    """Return the kind of the first packed weight, or None."""
+    return next((type(weight) for weight in weights.values() if isinstance(weight, Packed)), None)
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Build a weight of the same kind as `weight` from `arrays`; if it is quantized, its dtype is `dtype`."""
-    if not isinstance(weight, Quantized):
+    """Build a weight like `weight` from `arrays`, in the order of `tensors_of`; if it is packed, its dtype is `dtype`.
+
+    All other static fields are those of `weight`.
+    """
+    if not isinstance(weight, Packed):
         return arrays[0]
-    return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[-1], dtype)), arrays)
+    made: Any = jax.tree.unflatten(jax.tree.structure(weight), arrays)
+    return dataclasses.replace(made, dtype=np.dtype(dtype))
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
     """Return a stored weight that is converted to `kind` when it is read, or to an array if `kind` is None.
 
-    `dtype` is the default dtype of the matrix; the code that reads the weight can choose a different one.
+    `dtype` is the default dtype of the matrix; the code that reads the weight can choose a different one. An array that
+    is made from a packed weight is first rounded to the weight's `Computed.matrix_dtype`, if there is one.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:
@@ -111,15 +116,26 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
     if len(weight.shape) == 3:
         experts = [converted(name, expert, kind, dtype) for expert in apart(weight)]
         return jax.tree.map(Stack.of, *experts)
-    if isinstance(weight, Quantized) and type(weight) is not kind:
-        weight = _computed(name, weight, weight.shape, dtype, lambda rows: rows.to_matrix())
+    if isinstance(weight, Packed) and type(weight) is not kind:
+        weight = _matrix(name, weight, dtype, is_rounded=kind is None)
     if kind is None or not isinstance(weight, Tensor) or len(weight.shape) != 2 or name.endswith(NEVER_QUANTIZED):
         return weight
     like, tensors = _one_row(kind, weight.shape[1], dtype), []
-    for number, (suffix, array) in enumerate(zip(kind.tensors, jax.tree.leaves(like), strict=True)):
+    for number, (suffix, array) in enumerate(zip(like.tensors, jax.tree.leaves(like), strict=True)):
         shape, compute = (weight.shape[0], *array.shape[1:]), functools.partial(part, number=number)
-        tensors.append(_computed(name + suffix, weight, shape, array.dtype, compute))
+        tensors.append(_from_rows(name + suffix, weight, shape, array.dtype, compute))
     return remade(like, tensors, dtype)
+
+
+def _matrix(name: str, weight: Any, dtype: np.dtype, is_rounded: bool) -> Computed:
+    """Return the matrix that a packed weight represents, as a tensor that is computed when it is read."""
+    rounded = getattr(jax.tree.leaves(weight)[0], "matrix_dtype", None) if is_rounded else None
+
+    def compute(rows: Any) -> np.ndarray:
+        matrix = rows.to_matrix()
+        return matrix if rounded is None else matrix.astype(rounded)
+
+    return _from_rows(name, weight, weight.shape, dtype, compute)
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
@@ -127,31 +143,18 @@ def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 
-def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, compute: Callable) -> _Computed:
-    first, nbytes = jax.tree.leaves(source)[0], math.prod(shape) * dtype.itemsize
-    return _Computed(first.file, name, NAMES[dtype], shape, first.offset, nbytes, source, compute)
+def _from_rows(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, compute: Callable) -> Computed:
+    """Return a tensor that `compute` makes from rows of `source`, a tensor or a weight made of several tensors."""
+    tensors, few = jax.tree.leaves(source), max(1, CHUNK // source.shape[-1])
+    steps = [tensor.step for tensor in tensors if isinstance(tensor, Computed | DerivedTensor)]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Computed(Tensor):
-    """A tensor computed row by row from `source`; `source` is a tensor, or a weight made of several tensors."""
-
-    source: Any
-    compute: Callable[[Any], np.ndarray]
-
-    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded directly to the final dtype. Whole rows are read, even if `part` is narrower."""
-        rows, *columns = part or (slice(None),)
-
+    def rows(start: int, end: int) -> np.ndarray:
         def read(tensor: Tensor) -> np.ndarray:
-            return tensor.read(None, part and (rows, *[slice(None)] * (len(tensor.shape) - 1)))
+            return tensor.read(None, (slice(start, end), *[slice(None)] * (len(tensor.shape) - 1)))
 
-        source = jax.tree.map(read, self.source)
-        largest = max(jax.tree.leaves(source), key=np.size)
-        result = np.empty((len(largest), *self.shape[1:]), dtype or STORED[self.dtype])
-        step = max(1, CHUNK * len(largest) // largest.size)
-        for start in range(0, len(largest), step):
-            chunk = slice(start, start + step)
-            values = self.compute(jax.tree.map(operator.itemgetter(chunk), source))
-            result[chunk] = self.cast(values, result.dtype)
-        return np.ascontiguousarray(result[:, *columns])
+        parts = map_rows(read, source)
+        parts = jax.tree.map(lambda x: x.read() if isinstance(x, Tensor) else x, parts)
+        pieces = [slice(first, first + few) for first in range(0, end - start, few)]
+        return np.concatenate([compute(map_rows(operator.itemgetter(piece), parts)) for piece in pieces])
+
+    return computed(name, shape, dtype, rows, tensors[0], max(few, *steps, 0))

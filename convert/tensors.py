@@ -22,9 +22,10 @@ from jaxgen.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-# The dtypes in `DTYPES`, and the integer dtypes of quantized weights: I8, U8, ...
+# The dtypes in `DTYPES`, the integer dtypes of packed weights (I8, U8, ...), and 8-bit floats
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 NAMES = {dtype: name for name, dtype in STORED.items()}
+STORED["F8_E4M3"] = np.dtype(np.uint8)  # the bits of 8-bit floats
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # maximum bytes read or written per system call
@@ -33,10 +34,7 @@ CHUNK = 1 << 20  # number of elements converted at a time; they fit into the CPU
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a safetensors name, such as BF16.
-
-    `is_part` says that the file's tensor `name` has more rows.
-    """
+    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a safetensors name, such as BF16."""
 
     file: Path
     name: str
@@ -44,13 +42,12 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    is_part: bool = dataclasses.field(default=False, kw_only=True)
 
     def rows(self, start: int, end: int) -> Tensor:
         """Return a range of rows as a tensor of its own."""
         size = self.nbytes // self.shape[0]
         shape, offset = (end - start, *self.shape[1:]), self.offset + start * size
-        return dataclasses.replace(self, shape=shape, offset=offset, nbytes=(end - start) * size, is_part=True)
+        return dataclasses.replace(self, shape=shape, offset=offset, nbytes=(end - start) * size)
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return the values cast to `dtype`, rounding to nearest; None keeps the file's dtype (one of `STORED`).
@@ -60,16 +57,7 @@ class Tensor:
         Raises:
             CheckpointError: the file was truncated, or a finite value is out of range for `dtype`.
         """
-        if self.is_part and part is None:
-            part = (slice(None),) * len(self.shape)
-        if part is not None:
-            return self.cast(self._read_part(part), dtype)
-        try:
-            with _open(self.file) as opened:
-                stored = opened.get_tensor(self.name)
-        except SafetensorError as error:
-            raise CheckpointError([f"{self.file}: {self.name}: {error}"]) from error
-        return self.cast(stored, dtype)
+        return self.cast(self._read_part(part or (slice(None),) * len(self.shape)), dtype)
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
         """Read a part row by row, or all at once if the part is contiguous; safetensors would read the whole tensor."""
@@ -95,16 +83,20 @@ class Tensor:
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
         """Split a part of the tensor into contiguous pieces; yield each as an offset in the file and a view of `array`.
 
-        The tensor has one or two axes, and `part` has one slice per axis. `array` contains the part's values and is
-        C-contiguous.
+        `part` has one slice per axis; only the first two can be narrower than the axis. `array` contains the part's
+        values and is C-contiguous.
         """
+        if not self.shape:
+            yield self.offset, array.reshape(1).view(np.ubyte).data
+            return
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
         width = math.prod(self.shape[1:]) * array.itemsize
         offset = self.offset + first[0] * width
         if array.shape[1:] == self.shape[1:]:
             pieces = array.reshape(1, -1)
         else:
-            pieces, offset = array, offset + first[1] * array.itemsize
+            pieces = array.reshape(len(array), -1)
+            offset += first[1] * math.prod(self.shape[2:]) * array.itemsize
         for number, piece in enumerate(pieces.view(np.ubyte)):
             yield offset + number * width, piece.data
 
@@ -130,12 +122,76 @@ class Tensor:
 class DerivedTensor(Tensor):
     """A tensor that is computed in float32 from a tensor in a file; `shape` and `nbytes` describe the result."""
 
+    source: Tensor
     compute: Callable[[np.ndarray], np.ndarray]
 
+    @property
+    def step(self) -> int:
+        """The number of rows to read at a time: all."""
+        return self.shape[0]
+
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values after a single rounding to the final dtype."""
-        assert part is None, "the command reads whole tensors"
-        return self.cast(self.compute(super().read(np.dtype(np.float32))), dtype or DTYPES[self.dtype])
+        """Return the values after a single rounding to the final dtype. All of them are computed, even for a `part`."""
+        result = self.compute(self.source.read(np.dtype(np.float32)))
+        return self.cast(result if part is None else result[part], dtype or DTYPES[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed(Tensor):
+    """A tensor whose rows are computed from other tensors when they are read.
+
+    `file` and `offset` are those of one of the other tensors. `dtype`, `shape` and `nbytes` describe the result.
+
+    Attributes:
+        compute: `compute(start, end)` reads what it needs and returns the rows from `start` to `end`. They may have a
+            wider dtype than the tensor.
+        step: the maximum number of rows to compute at a time, which bounds the memory for temporary arrays.
+        first: the first row of this tensor, if it is a part.
+        matrix_dtype: if the tensor is an array of a packed weight: the dtype to which the format's reference rounds
+            the matrix before casting it to the model's dtype. None if the matrix is rounded only once.
+    """
+
+    compute: Callable[[int, int], np.ndarray]
+    step: int
+    first: int = 0
+    matrix_dtype: np.dtype | None = None
+
+    def rows(self, start: int, end: int) -> Computed:
+        """Return a range of rows as a tensor of its own."""
+        return dataclasses.replace(super().rows(start, end), offset=self.offset, first=self.first + start)  # pyright: ignore
+
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return the values, rounded only to the final dtype. Whole rows are computed, even if `part` is narrower."""
+        rows, *columns = part or (slice(None),) * len(self.shape)
+        start, end, _ = rows.indices(self.shape[0])
+        shape = [len(range(*axis.indices(size))) for axis, size in zip(columns, self.shape[1:], strict=True)]
+        result = np.empty((max(0, end - start), *shape), dtype or STORED[self.dtype])
+        for begin in range(start, end, self.step):
+            stop = min(begin + self.step, end)
+            values = self.compute(self.first + begin, self.first + stop)
+            result[begin - start : stop - start] = self.cast(values[:, *columns], result.dtype)
+        return result
+
+
+def computed(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    compute: Callable[[int, int], np.ndarray],
+    source: Tensor,
+    step: int | None = None,
+    matrix_dtype: np.dtype | None = None,
+) -> Computed:
+    """Return a `Computed` tensor, which errors describe as part of the file of `source`.
+
+    By default, `step` is as many rows as have `CHUNK` numbers.
+    """
+    dtype, width = np.dtype(dtype), math.prod(shape[1:])
+    step = step or max(1, CHUNK // max(1, width))
+    nbytes = math.prod(shape) * dtype.itemsize
+    return Computed(
+        source.file, name, NAMES[dtype], shape, source.offset, nbytes, compute, step, matrix_dtype=matrix_dtype
+    )
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from jaxgen.core.model.causal_lm import forward
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.loss import next_token_loss
 from jaxgen.core.model.sharding import mesh_of, place_rows, replicate
-from jaxgen.core.model.weights import has_quantized
+from jaxgen.core.model.weights import has_packed
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.programs import Program, program
 from jaxgen.training.checkpoint import newest_notes, read_state, remove_states
@@ -131,7 +131,7 @@ class TrainState:
         Raises:
             InputError: the parameters are quantized.
         """
-        if has_quantized(params):
+        if has_packed(params):
             raise InputError("params are quantized and cannot be trained: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
@@ -198,7 +198,7 @@ def train_step(
         model: the model's config.
         cfg: the settings.
     """
-    if has_quantized(frozen):
+    if has_packed(frozen):
         raise InputError("frozen has quantized weights, which do not support updates: load it with quantize='none'")
     if cfg.router_loss and model.family.experts is None:
         raise ConfigError(f"router_loss is for models with experts, which model_type {model.model_type} does not have")

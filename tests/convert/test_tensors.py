@@ -134,7 +134,7 @@ def test_truncation_after_the_header_was_read_is_detected(file):
     save_file({"x": np.arange(9, dtype=np.float32)}, file)
     tensor = read_header(file)["x"]
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match=r"x: .*file not fully covered"):
+    with pytest.raises(CheckpointError, match="x: the file was truncated"):
         tensor.read()
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.lowrank import Adapters
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Packed, map_rows, output_axis
 
 
 def fused(node: Any, donate: bool = False) -> Any:
@@ -26,7 +27,7 @@ def fused(node: Any, donate: bool = False) -> Any:
         if not all(part in node for part in parts):
             continue
         layers = [node[part] for part in parts]
-        if not _can_be_fused([layer["weight"] for layer in layers]):
+        if not can_be_fused([layer["weight"] for layer in layers]):
             continue
         result[name] = jax.tree.map(_concatenated, *layers, is_leaf=_is_weight)
         for part in parts:
@@ -39,22 +40,35 @@ def fused(node: Any, donate: bool = False) -> Any:
     return {name: fused(child, donate) for name, child in result.items()}
 
 
-def _can_be_fused(weights: list[Any]) -> bool:
+def can_be_fused(weights: Sequence[Any]) -> bool:
+    """Return True if several matrices can be concatenated.
+
+    Packed weights must be of the same kind, with equal static fields and equal arrays of the whole matrix.
+    """
     if all(map(_is_adapters, weights)) and len({weight.a.shape for weight in weights}) == 1:
         weights = [weight.weight for weight in weights]
-    return all(isinstance(weight, np.ndarray | jax.Array | Quantized) for weight in weights)
+    if all(isinstance(weight, np.ndarray | jax.Array) for weight in weights):
+        return True
+    if not all(isinstance(weight, Packed) for weight in weights) or len(set(map(jax.tree.structure, weights))) > 1:
+        return False
+    shared = [jax.tree.leaves(map_rows(lambda _: None, weight)) for weight in weights]
+    widths = {tuple([(x.dtype, *x.shape[output_axis(w) + 1 :]) for x in jax.tree.leaves(w)]) for w in weights}
+    return len(widths) == 1 and all(map(_are_equal, zip(*shared, strict=True)))
+
+
+def _are_equal(arrays: Sequence[Any]) -> bool:
+    """Return True if arrays are known to be equal; traced arrays are equal only if they are the same object."""
+    first, *others = arrays
+    if any(isinstance(array, Tracer) for array in arrays):
+        return all(array is first for array in others)
+    return all(np.array_equal(first, array) for array in others)
 
 
 def _concatenated(*parts: Any) -> Any:
     if _is_adapters(parts[0]):
         return Adapters.fused(parts)
     axis = output_axis(parts[0])
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
-
-
-def output_axis(weight: Any) -> int:
-    """Return the axis of outputs in each array of a parameter: 1 for a stack of matrices `[E, F, D]`, otherwise 0."""
-    return 1 if len(weight.shape) == 3 else 0
+    return map_rows(lambda *arrays: jnp.concatenate(arrays, axis), *parts)
 
 
 def _is_adapters(node: Any) -> bool:
@@ -62,7 +76,7 @@ def _is_adapters(node: Any) -> bool:
 
 
 def _is_weight(node: Any) -> bool:
-    return isinstance(node, Adapters | Quantized)
+    return isinstance(node, Adapters | Packed)
 
 
 def as_stored(params: Any, model: ModelConfig) -> Any:
@@ -97,7 +111,7 @@ def _part(node: Any, number: int, start: int, end: int) -> Any:
     if _is_adapters(node):
         return node.part(number)
     rows = (slice(None),) * output_axis(node) + (slice(start, end),)
-    return jax.tree.map(lambda array: array[rows], node)
+    return map_rows(lambda array: array[rows], node)
 
 
 def _has_fused(node: Any) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.weights import Weight, look_up, precision, product
+from jaxgen.core.model.weights import Weight, look_up, map_rows, precision, product
 from jaxgen.shapes import repeat_rows
 
 
@@ -93,7 +93,7 @@ class Adapters(_Updated):
     @classmethod
     def fused(cls, weights: Sequence[Adapters]) -> Adapters:
         """Fuse several matrices, which must have the same number of updates, the same rank and the same D."""
-        weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(one.weight for one in weights))
+        weight = map_rows(lambda *arrays: jnp.concatenate(arrays), *(one.weight for one in weights))
         a = jnp.concatenate([one.a for one in weights], axis=1)
         b = jnp.concatenate([one.b for one in weights], axis=2)
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
@@ -101,7 +101,7 @@ class Adapters(_Updated):
     def part(self, number: int) -> Adapters:
         """Return the matrix that was `weights[number]` in the call to `fused`."""
         start, end = (0, *self.ends)[number], self.ends[number]
-        weight = jax.tree.map(lambda array: array[start:end], self.weight)
+        weight = map_rows(lambda array: array[start:end], self.weight)
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:

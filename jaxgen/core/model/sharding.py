@@ -128,8 +128,36 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
         spec = PartitionSpec(spec[0])
     if len(weight.shape if hasattr(weight, "shape") else weight) == 3:
         spec = PartitionSpec(None, *spec)
-    specs = weight.specs(spec) if isinstance(weight, Weight) else spec
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    if not isinstance(weight, Weight):
+        return NamedSharding(mesh, spec)
+    found = [jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight.specs(one)) for one in _alternatives(spec)]
+    return next((places for places in found if _is_divisible(weight, places)), found[-1])
+
+
+def _alternatives(spec: PartitionSpec) -> list[PartitionSpec]:
+    """Return the ways to divide a matrix, in the order in which they are tried.
+
+    A packed matrix cannot be divided along its inputs at arbitrary columns, because groups of columns share a scale. If
+    the parts do not consist of whole groups, the matrix is divided along its outputs or, failing that, replicated.
+    """
+    if len(spec) < 2 or spec[-1] is None:
+        return [spec]
+    return [spec, PartitionSpec(*spec[:-2], spec[-1], None), REPLICATED]
+
+
+def _is_divisible(weight: Any, places: Any) -> bool:
+    """Return True if each array of a weight can be divided as its sharding says."""
+    arrays, places = jax.tree.leaves(weight), jax.tree.leaves(places)
+    return all(
+        size % math.prod(place.mesh.shape[name] for name in _names(axis)) == 0
+        for x, place in zip(arrays, places, strict=True)
+        for size, axis in zip(x.shape, place.spec, strict=False)
+    )
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    """Return the names of the mesh's axes that divide one axis of an array."""
+    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
 
 def mesh_of(params: Any) -> Mesh | None:

@@ -54,23 +54,45 @@ class Weight(Protocol):
 
 
 @runtime_checkable
-class Quantized(Weight, Protocol):
-    """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
+class Packed(Weight, Protocol):
+    """A `Weight` that represents a matrix in fewer bits, and that is read from the tensors of a file.
 
-    The first axis of each array indexes the matrix's rows. Each entry must depend only on its own row of the matrix, so
-    that rows can be converted and read separately and then concatenated. No array depends on `dtype`. The first array
-    does not contain floats.
+    It is a dataclass whose field `dtype` is static. The first axis of an array indexes the matrix's rows if `specs`
+    divides the array as the rows are divided (see `map_rows`). Then each entry depends only on its own row of the
+    matrix, so that rows can be read separately and then concatenated. All other arrays belong to the whole matrix. No
+    array depends on `dtype`. Weights of one class may differ in their static fields, and an optional array may be None.
+
+    Attributes:
+        title: an adjective for messages, such as "8-bit".
+    """
+
+    title: ClassVar[str]
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Each array's suffix and description, in the order of `jax.tree.leaves`.
+
+        An array's name is the matrix's name plus the suffix.
+        """
+        ...
+
+    def to_matrix(self) -> np.ndarray:
+        """Return the matrix that the weight represents, as float32[n, D]; the weight must be stored in numpy arrays."""
+        ...
+
+
+@runtime_checkable
+class Quantized(Packed, Protocol):
+    """A `Packed` weight that is converted from a matrix and stored in a checkpoint of jaxgen as separate tensors.
+
+    The first axis of each array indexes the matrix's rows. The first array does not contain floats, and its suffix is
+    "". All weights of such a class have the same arrays.
 
     Attributes:
         name: the value of `quantize` for this kind; a checkpoint stores such weights in `model.{name}.safetensors`.
-        title: an adjective for messages, such as "8-bit".
-        tensors: each array's suffix and description, in the order of `jax.tree.leaves`. A tensor's name is the
-            matrix's name plus the array's suffix ("" for the first array).
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
-    tensors: ClassVar[Mapping[str, str]]
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Self:
@@ -81,15 +103,31 @@ class Quantized(Weight, Protocol):
         """
         ...
 
-    def to_matrix(self) -> np.ndarray:
-        """Return the matrix that the weight represents, as float32[n, D]; the weight must be stored in numpy arrays."""
-        ...
+
+def has_packed(params: Any) -> bool:
+    """Return True if a tree of parameters contains a `Packed` weight, even inside another weight."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Packed))
+    return any(isinstance(leaf, Packed) for leaf in leaves)
 
 
-def has_quantized(params: Any) -> bool:
-    """Return True if a tree of parameters contains a `Quantized` weight, even inside another weight."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
-    return any(isinstance(leaf, Quantized) for leaf in leaves)
+def output_axis(weight: Any) -> int:
+    """Return the axis of outputs in each array of a parameter: 1 for a stack of matrices `[E, F, D]`, otherwise 0."""
+    return 1 if len(weight.shape) == 3 else 0
+
+
+def map_rows(function: Callable, *weights: Any) -> Any:
+    """Apply a function to the arrays whose `output_axis` indexes the rows of the matrix.
+
+    With several weights, the function gets one array of each. The arrays that belong to the whole matrix are taken from
+    the first weight. A weight that is a plain array is mapped as a whole.
+    """
+    first = weights[0]
+    if not isinstance(first, Packed):
+        return function(*weights)
+    specs = first.specs(PartitionSpec(*[None] * output_axis(first), "rows", None))
+    return jax.tree.map(
+        lambda spec, own, *others: function(own, *others) if "rows" in spec else own, specs, first, *weights[1:]
+    )
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:

@@ -20,7 +20,7 @@ from jaxgen.core.decoding.loop import Decoded
 from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.sharding import mesh_of
-from jaxgen.core.model.weights import Quantized
+from jaxgen.core.model.weights import Packed
 from jaxgen.core.request.checks import check_call, check_room, extensions_of
 from jaxgen.core.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.core.request.random_keys import KEY_IMPL
@@ -122,7 +122,7 @@ def param_names(params: Any) -> Any:
     """
     names = {}
     for name, weight in flax.traverse_util.flatten_dict(params, sep=".").items():
-        suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
+        suffixes = weight.tensors if isinstance(weight, Packed) else ("",)
         structure = jax.tree.structure(weight)
         if structure.num_leaves != len(suffixes):
             raise InputError(
