@@ -165,7 +165,5 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture("granite", _GRANITE, pairs=True),
     "smollm3": Architecture("smollm3", pairs=True),
     "olmo2": Architecture("olmo2", layer=_LAYER | _NORMS_AFTER),
-    "olmo3": Architecture(
-        "olmo3", {"attention.sliding_window": "sliding_window"}, _olmo3, layer=_LAYER | _NORMS_AFTER
-    ),
+    "olmo3": Architecture("olmo3", {"attention.sliding_window": "sliding_window"}, _olmo3, layer=_LAYER | _NORMS_AFTER),
 }

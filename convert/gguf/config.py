@@ -95,7 +95,9 @@ def _one(file: GgufFile, key: str) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if len(set(value.tolist())) != 1:
-        raise ConfigError(f"{file.path}: {key} differs between layers, which is not implemented: {shown(value.tolist())}")
+        raise ConfigError(
+            f"{file.path}: {key} differs between layers, which is not implemented: {shown(value.tolist())}"
+        )
     return value[0].item()
 
 
@@ -128,7 +130,9 @@ def _rope(file: GgufFile, name: str, config: dict[str, Any], read: Callable[[str
         return _long_rope(config, original, attention, read)
     if FREQUENCIES in file.tensors:
         if kind not in (None, "none"):
-            raise ConfigError(f"{file.path}: {FREQUENCIES} and {prefix}.type={shown(kind)} are not implemented together")
+            raise ConfigError(
+                f"{file.path}: {FREQUENCIES} and {prefix}.type={shown(kind)} are not implemented together"
+            )
         return _llama3(file, config, original or _LLAMA3_ORIGINAL, read(FREQUENCIES))
     if kind in (None, "none") or factor in (None, 0, 1):
         if kind not in (None, "none", "linear", "yarn"):
