@@ -19,8 +19,8 @@ from jaxgen.core.model.weights import product
 from jaxgen.shapes import at_most
 
 # The values of 4-bit codes: of IQ4_NL, and of MXFP4 (twice the number that a code represents)
-_IQ4_NL = np.float32([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-_MXFP4 = np.float32([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+_IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

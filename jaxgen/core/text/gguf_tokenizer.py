@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,7 @@ def _settings(file: GgufFile, backend: Tokenizer, tokens: list[str], add_bos: bo
     return config
 
 
-def _special_token(file: GgufFile, tokens: Sequence[str], name: str) -> str | None:
+def _special_token(file: GgufFile, tokens: list[str], name: str) -> str | None:
     key = f"tokenizer.ggml.{name}_token_id"
     index = file.get(key, int)
     if index is None:
@@ -240,14 +239,14 @@ def _special_token(file: GgufFile, tokens: Sequence[str], name: str) -> str | No
 
 
 def _strings(file: GgufFile, name: str) -> list[str] | None:
-    value = file.get(f"tokenizer.ggml.{name}", list | np.ndarray)
+    value = file.get(f"tokenizer.ggml.{name}", (list, np.ndarray))
     if value is not None and not isinstance(value, list):
         raise ConfigError(f"{file.path}: tokenizer.ggml.{name} must be a list of strings")
     return value
 
 
 def _numbers(file: GgufFile, name: str, count: int) -> np.ndarray | None:
-    value = file.get(f"tokenizer.ggml.{name}", list | np.ndarray)
+    value = file.get(f"tokenizer.ggml.{name}", (list, np.ndarray))
     if value is not None and (not isinstance(value, np.ndarray) or len(value) != count):
         raise ConfigError(f"{file.path}: tokenizer.ggml.{name} must have a number for each of the {count} tokens")
     return value
