@@ -227,6 +227,19 @@ def lane_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return sums
 
 
+def sum_lanes(terms: jax.Array) -> jax.Array:
+    """On a CPU, sum `terms [F, n, lanes]` over the last two axes in vector lanes. The caller must do so in a branch.
+
+    The terms are not stored: each is computed where it is added.
+    """
+    features, count, lanes = terms.shape
+    inner = max(size for size in range(1, _MOST_TERMS + 1) if count % size == 0)
+    sums = terms.reshape(features, count // inner, inner, lanes)
+    for axis, initial in ((3, 0.0), (2, -0.0), (1, 0.0)):  # see `lane_product`
+        sums = _lane_sum(sums, axis, initial)
+    return sums
+
+
 def _terms(columns: int) -> int:
     """Return how many terms each lane adds: the largest allowed divisor of `columns // _LANES`, or 0 if none exists."""
     groups = columns // _LANES
