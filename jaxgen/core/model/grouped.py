@@ -100,15 +100,8 @@ class Grouped:
             words = codes.reshape(*codes.shape[:-1], -1, 1, run_length(self.shape[-1]))
             codes = ((words >> shifts.reshape((1,) * (words.ndim - 2) + (8, 1))) & np.uint32(15)).astype(np.int32)
         codes = codes.reshape(*self.scales.shape, -1).astype(np.float32)
-        scales = self.scales.astype(np.float32)[..., None]
-        stored = np.float32(_subtracted(self.bits))
-        if self.zeros is None:
-            values = scales * (codes - np.float32(_MIDDLE[self.bits]))
-        elif jnp.issubdtype(self.zeros.dtype, jnp.integer):
-            values = scales * (codes + (stored - self.zeros.astype(np.float32)[..., None]))
-        else:
-            values = scales * (codes + stored) + self.zeros.astype(np.float32)[..., None]
-        return values.reshape(self.shape)
+        scales, zeros = (None if x is None else x.astype(np.float32)[..., None] for x in (self.scales, self.zeros))
+        return _entries(codes, scales, zeros, self).reshape(self.shape)
 
     def specs(self, spec: PartitionSpec) -> Grouped:
         """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
@@ -143,6 +136,16 @@ def run_length(columns: int) -> int:
 def _subtracted(bits: int) -> int:
     """Return the number that `Grouped.pack` subtracts from the codes."""
     return 2 ** (bits - 1) - _MIDDLE[bits]
+
+
+def _entries(codes: Any, scales: Any, zeros: Any, weight: Grouped) -> Any:
+    """Return the entries with these stored codes, scales and zeros, which are float32 arrays of the same rank."""
+    if zeros is None:
+        return scales * (codes - np.float32(_MIDDLE[weight.bits]))
+    subtracted = np.float32(_subtracted(weight.bits))
+    if jnp.issubdtype(weight.zeros.dtype, jnp.integer):
+        return scales * (codes + (subtracted - zeros))
+    return scales * (codes + subtracted) + zeros
 
 
 def check_groups(columns: int, group: int) -> None:
@@ -239,16 +242,21 @@ def _lane_products(pieces: jax.Array, sums: jax.Array, weight: Grouped) -> jax.A
 
 
 def _as_sums(row: jax.Array, weight: Grouped) -> jax.Array:
-    """Multiply one row on a GPU as sums of products, which are fused into one kernel; see `workarounds.row_sums`."""
+    """Multiply one row on a GPU as sums of products, which are fused into one kernel; see `workarounds.row_sums`.
+
+    Sums of the row's numbers would be computed in a kernel of their own, so entries are computed instead.
+    """
     row = row.astype(jnp.float32).reshape(-1, 8, _RUN)
-
-    def multiply(run: int, words: jax.Array) -> jax.Array:
+    steps = row.shape[0]
+    scales = _of_steps(weight.scales, steps)
+    zeros = None if weight.zeros is None else _of_steps(weight.zeros, steps)
+    words = weight.words.reshape(weight.shape[0], steps, -1, _RUN)
+    terms = []
+    for run in range(8):
+        codes = words[:, :, run if weight.bits == 8 else 0]
         if weight.bits == 4:
-            words = ((words >> np.uint32(4 * run)) & np.uint32(15)).astype(jnp.int32)
-        return words.astype(jnp.float32) * row[None, :, run]
-
-    def sums(part: int) -> jax.Array:
-        each = 8 // max(1, weight.scales.shape[-1] // row.shape[0])
-        return functools.reduce(jnp.add, [row[None, :, run] for run in range(part * each, (part + 1) * each)])
-
-    return jnp.sum(_terms(weight, row.shape[0], multiply, sums), axis=(1, 2))[None]
+            codes = ((codes >> np.uint32(4 * run)) & np.uint32(15)).astype(jnp.int32)
+        part = run * len(scales) // 8
+        entries = _entries(codes.astype(jnp.float32), scales[part], None if zeros is None else zeros[part], weight)
+        terms.append(entries * row[None, :, run])
+    return jnp.sum(functools.reduce(jnp.add, terms), axis=(1, 2))[None]
