@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.struct
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxgen.control import scan
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.packed_product import packed_product
 from jaxgen.errors import InputError
+from jaxgen.shapes import at_most
 
 _SUFFIXES = {
     "words": "packed codes",
@@ -24,7 +27,9 @@ _SUFFIXES = {
     "order": "the input of each column",
 }
 _RUN = 8  # the length of a run is at most this number, which is a vector of float32 numbers with AVX2
-_MIDDLE = {4: 8, 8: 0}  # the number that the stored code of `2 ** (bits - 1)` represents
+# Up to this many rows are multiplied in vector lanes on a CPU; unpacking the matrix takes as long as eight rows.
+_FEW_ROWS = 8
+_MIDDLE = {4: 8, 8: 0}  # the stored number for the code `2 ** (bits - 1)`
 
 
 @flax.struct.dataclass
@@ -95,15 +100,8 @@ class Grouped:
             words = codes.reshape(*codes.shape[:-1], -1, 1, run_length(self.shape[-1]))
             codes = ((words >> shifts.reshape((1,) * (words.ndim - 2) + (8, 1))) & np.uint32(15)).astype(np.int32)
         codes = codes.reshape(*self.scales.shape, -1).astype(np.float32)
-        scales = self.scales.astype(np.float32)[..., None]
-        stored = np.float32(2 ** (self.bits - 1) - _MIDDLE[self.bits])  # what was subtracted from the codes
-        if self.zeros is None:
-            values = scales * (codes - np.float32(_MIDDLE[self.bits]))
-        elif jnp.issubdtype(self.zeros.dtype, jnp.integer):
-            values = scales * (codes + (stored - self.zeros.astype(np.float32)[..., None]))
-        else:
-            values = scales * (codes + stored) + self.zeros.astype(np.float32)[..., None]
-        return values.reshape(self.shape)
+        scales, zeros = (None if x is None else x.astype(np.float32)[..., None] for x in (self.scales, self.zeros))
+        return _entries(codes, scales, zeros, self).reshape(self.shape)
 
     def specs(self, spec: PartitionSpec) -> Grouped:
         """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
@@ -115,9 +113,9 @@ class Grouped:
         if self.order is not None:
             rows = rows[:, self.order]
         weight = self.replace(order=None)  # pyright: ignore[reportAttributeAccessIssue]
-        is_row = rows.shape[0] == 1
-        in_lanes = _in_lanes if is_row and _fits_lanes(weight) else None
-        return packed_product(rows, weight, context, in_lanes, _as_sums if in_lanes else None)
+        in_lanes = at_most(rows.shape[0], _FEW_ROWS) and _fits_steps(weight, _step(weight.shape[-1]))
+        as_sums = rows.shape[0] == 1 and _fits_steps(weight, 8 * _RUN)
+        return packed_product(rows, weight, context, _in_lanes if in_lanes else None, _as_sums if as_sums else None)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
@@ -135,115 +133,130 @@ def run_length(columns: int) -> int:
     return math.gcd(columns // 8, _RUN)
 
 
+def _subtracted(bits: int) -> int:
+    """Return the number that `Grouped.pack` subtracts from the codes."""
+    return 2 ** (bits - 1) - _MIDDLE[bits]
+
+
+def _entries(codes: Any, scales: Any, zeros: Any, weight: Grouped) -> Any:
+    """Return the entries with these stored codes, scales and zeros, which are float32 arrays of the same rank."""
+    if zeros is None:
+        return scales * (codes - np.float32(_MIDDLE[weight.bits]))
+    subtracted = np.float32(_subtracted(weight.bits))
+    if jnp.issubdtype(weight.zeros.dtype, jnp.integer):
+        return scales * (codes + (subtracted - zeros))
+    return scales * (codes + subtracted) + zeros
+
+
 def check_groups(columns: int, group: int) -> None:
     """Raise an `InputError` if groups of this many columns do not divide a row."""
     if group < 1 or columns % group:
         raise InputError(f"has {columns} columns, which groups of {group} do not divide")
 
 
-# --- Products with one row --------------------------------------------------------------------------------------------
+# --- Products with few rows -------------------------------------------------------------------------------------------
 
 
 def _step(columns: int) -> int:
-    """Return how many columns each lane's term adds up: at most 128, or 0 if the columns do not fit lanes."""
+    """Return how many columns each term adds up in a lane: at most 128, or 0 if the columns do not fit lanes."""
     return next((size for size in (128, 64) if columns % size == 0), 0)
 
 
-def _fits_lanes(weight: Grouped) -> bool:
-    """Return True if one row can be multiplied in vector lanes: groups divide steps, or steps divide groups."""
+def _fits_steps(weight: Grouped, step: int) -> bool:
+    """Return True if the columns can be added up in steps of this many: groups divide steps, or steps divide groups."""
     columns = weight.shape[-1]
-    group, step = columns // weight.scales.shape[-1], _step(columns)
-    return step > 0 and group % _RUN == 0 and (step % group == 0 or group % step == 0)
+    group = columns // weight.scales.shape[-1]
+    return step > 0 and columns % step == 0 and group % _RUN == 0 and (step % group == 0 or group % step == 0)
 
 
-def _terms(pieces: Any, weight: Grouped) -> jax.Array:
+def _of_steps(array: jax.Array, steps: int) -> list[jax.Array]:
+    """Return the scales or zeros `array [F, G]` of each part of a step; each part is float32[F, steps, 1]."""
+    features, groups = array.shape
+    parts = max(1, groups // steps)
+    array = array.astype(jnp.float32).reshape(features, -1, 1, parts)
+    array = jnp.broadcast_to(array, (features, array.shape[1], steps * parts // groups, parts))
+    array = array.reshape(features, steps, parts)
+    return [array[:, :, part, None] for part in range(parts)]
+
+
+def _terms(weight: Grouped, steps: int, multiply: Callable, sums: Callable) -> jax.Array:
     """Return sums of products, as float32[F, steps, 8], whose sum over the last two axes is the product.
 
-    `pieces` are what `_pieces` returns for the row.
+    Args:
+        weight: the matrix.
+        steps: the number of steps into which its columns are cut.
+        multiply: a function of the number of a run in a step, and of its words, float32[F, steps, 8]. It returns the
+            products of the run's codes with the row.
+        sums: a function of the number of a part. It returns the sums of the row over the runs of this part.
     """
-    row, sums = pieces
-    features, columns = weight.shape
-    groups = weight.scales.shape[-1]
-    steps, width = row.shape[0], row.shape[1] * _RUN
-    parts = max(1, width * groups // columns)  # groups of a step
-
-    def of_step(array: jax.Array) -> jax.Array:
-        array = array.astype(jnp.float32).reshape(features, -1, parts)
-        return jnp.broadcast_to(array[:, :, None], (features, array.shape[1], steps // array.shape[1], parts)).reshape(
-            features, steps, parts
-        )
-
-    scales = of_step(weight.scales)
-    zeros = None if weight.zeros is None else of_step(weight.zeros)
-    codes = _codes(weight, steps)
-    each = len(codes) // parts
+    scales = _of_steps(weight.scales, steps)
+    zeros = None if weight.zeros is None else _of_steps(weight.zeros, steps)
+    words = weight.words.reshape(weight.shape[0], steps, -1, _RUN)
+    per_word = 8 if weight.bits == 4 else 1
+    each = words.shape[2] * per_word // len(scales)
     total = None
-    for part in range(parts):
-        out = None
-        for place in range(part * each, (part + 1) * each):
-            product = codes[place] * row[None, :, place]
-            out = product if out is None else out + product
-        scale, offset = scales[:, :, part, None], sums[None, :, part]
+    for part, scale in enumerate(scales):
+        runs = range(part * each, (part + 1) * each)
+        out = functools.reduce(jnp.add, [multiply(run, words[:, :, run // per_word]) for run in runs])
         if zeros is None:
-            out = scale * (out if weight.bits == 8 else out - np.float32(8) * offset)
+            out = scale * (out - np.float32(_MIDDLE[weight.bits]) * sums(part) if weight.bits == 4 else out)
         elif jnp.issubdtype(weight.zeros.dtype, jnp.integer):
-            out = scale * (out + (np.float32(0 if weight.bits == 4 else 128) - zeros[:, :, part, None]) * offset)
-        elif weight.bits == 4:
-            out = scale * out + zeros[:, :, part, None] * offset
+            out = scale * (out + (np.float32(_subtracted(weight.bits)) - zeros[part]) * sums(part))
         else:
-            out = scale * (out + np.float32(128) * offset) + zeros[:, :, part, None] * offset
+            out = scale * (out + np.float32(_subtracted(weight.bits)) * sums(part)) + zeros[part] * sums(part)
         total = out if total is None else total + out
     return total  # pyright: ignore[reportReturnType]
 
 
-def _codes(weight: Grouped, steps: int) -> list[jax.Array]:
-    """Return the codes of every run of a step, each as float32[F, steps, 8]."""
-    features = weight.shape[0]
-    if weight.bits == 8:
-        words = weight.words.reshape(features, steps, -1, _RUN)
-        return [words[:, :, place].astype(jnp.float32) for place in range(words.shape[2])]
-    words = weight.words.reshape(features, steps, -1, _RUN)
-    return [
-        _nibble(words[:, :, block], run).astype(jnp.int32).astype(jnp.float32)
-        for block in range(words.shape[2])
-        for run in range(8)
-    ]
+def _in_lanes(rows: jax.Array, weight: Grouped) -> jax.Array:
+    """Multiply few rows on a CPU, one by one; see `workarounds.in_lanes`. Codes are never stored as floats.
 
-
-def _nibble(words: jax.Array, run: int) -> jax.Array:
-    """Return the codes of one run, times `2 ** _shift(run)`."""
-    return words & np.uint32(15 << 4 * run) if run < 7 else words >> np.uint32(28)
-
-
-def _pieces(row: jax.Array, weight: Grouped) -> tuple[jax.Array, jax.Array]:
-    """Cut `row [1, D]` into runs.
-
-    Returns:
-        The numbers that are multiplied with what `_codes` returns, as float32[steps, runs, 8], and their sums over each
-        group's runs, as float32[steps, parts, 8].
+    A 4-bit code is not shifted to the lowest bits. Instead, the row's number is divided by a power of two.
     """
-    columns = weight.shape[-1]
-    width = _step(columns)
-    runs = row.astype(jnp.float32).reshape(-1, width // _RUN, _RUN)
-    parts = max(1, width * weight.scales.shape[-1] // columns)
-    sums = jnp.sum(runs.reshape(runs.shape[0], parts, -1, _RUN), axis=2)
+    width = _step(weight.shape[-1])
+    # The pieces are computed outside of the branch; otherwise, they would be computed again for each output.
+    pieces = rows.astype(jnp.float32).reshape(rows.shape[0], -1, width // _RUN, _RUN)
+    parts = max(1, width * weight.scales.shape[-1] // weight.shape[-1])
+    sums = jnp.sum(pieces.reshape(*pieces.shape[:2], parts, -1, _RUN), axis=3)
     if weight.bits == 4:
         factors = np.array([2.0 ** (-4 * run) if run < 7 else 1.0 for run in range(8)], np.float32)
-        runs = runs * np.tile(factors, width // 64)[None, :, None]
-    return runs, sums
+        pieces = pieces * np.tile(factors, width // 64)[None, None, :, None]
+    return workarounds.in_branch(_lane_products, pieces, sums, weight)
 
 
-def _in_lanes(row: jax.Array, weight: Grouped) -> jax.Array:
-    """Multiply one row on a CPU; see `workarounds.in_lanes`. Codes are read once and never stored as floats."""
-    # The row's pieces are stored outside of the branch: otherwise, they would be computed again for each output.
-    runs, sums = _pieces(row, weight)
-    return workarounds.in_branch(_lane_product, runs, sums, weight)
+def _lane_products(pieces: jax.Array, sums: jax.Array, weight: Grouped) -> jax.Array:
+    def multiply(run: int, words: jax.Array, row: jax.Array) -> jax.Array:
+        if weight.bits == 4:
+            words = words & np.uint32(15 << 4 * (run % 8)) if run % 8 < 7 else words >> np.uint32(28)
+            words = words.astype(jnp.int32)
+        return words.astype(jnp.float32) * row[None, :, run]
 
+    def of_row(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, sums = pair
+        terms = _terms(weight, row.shape[0], functools.partial(multiply, row=row), lambda part: sums[None, :, part])
+        return workarounds.sum_lanes(terms)
 
-def _lane_product(runs: jax.Array, sums: jax.Array, weight: Grouped) -> jax.Array:
-    return workarounds.sum_lanes(_terms((runs, sums), weight))[None]
+    if pieces.shape[0] == 1:
+        return of_row((pieces[0], sums[0]))[None]
+    return scan(lambda carry, pair: (carry, of_row(pair)), (), (pieces, sums))[1]
 
 
 def _as_sums(row: jax.Array, weight: Grouped) -> jax.Array:
-    """Multiply one row on a GPU, in one kernel; see `workarounds.row_sums`."""
-    return jnp.sum(_terms(_pieces(row, weight), weight), axis=(1, 2))[None]
+    """Multiply one row on a GPU as sums of products, which are fused into one kernel; see `workarounds.row_sums`.
+
+    Sums of the row's numbers would be computed in a kernel of their own, so entries are computed instead.
+    """
+    row = row.astype(jnp.float32).reshape(-1, 8, _RUN)
+    steps = row.shape[0]
+    scales = _of_steps(weight.scales, steps)
+    zeros = None if weight.zeros is None else _of_steps(weight.zeros, steps)
+    words = weight.words.reshape(weight.shape[0], steps, -1, _RUN)
+    terms = []
+    for run in range(8):
+        codes = words[:, :, run if weight.bits == 8 else 0]
+        if weight.bits == 4:
+            codes = ((codes >> np.uint32(4 * run)) & np.uint32(15)).astype(jnp.int32)
+        part = run * len(scales) // 8
+        entries = _entries(codes.astype(jnp.float32), scales[part], None if zeros is None else zeros[part], weight)
+        terms.append(entries * row[None, :, run])
+    return jnp.sum(functools.reduce(jnp.add, terms), axis=(1, 2))[None]

@@ -20,7 +20,6 @@ from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.weights import precision
 from jaxgen.cpu import cpu_flags
-from jaxgen.shapes import at_most
 
 # The number of entries that are unpacked at a time. On a CPU, they should stay in the cache. On accelerators, larger
 # blocks need fewer operations; a block of bfloat16 takes 32 MiB.
@@ -70,16 +69,13 @@ class _Forms:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(rows: jax.Array, weight: Any, forms: _Forms) -> jax.Array:
-    whole = workarounds.in_one_piece(forms.divided)
-    if not whole:
-        return _contract(rows, weight.unpack().astype(rows.dtype), 1)
-    wide = not _narrow(rows, forms)
-    on_cpu = functools.partial(_in_blocks, entries=_ENTRIES_ON_CPU, wide=wide)
-    if forms.in_lanes is not None and whole:
-        on_cpu = forms.in_lanes
-    default = functools.partial(_in_blocks, entries=_ENTRIES, wide=False)
-    on_gpu = forms.as_sums or default
-    return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=on_gpu, default=default)
+    if workarounds.in_one_piece(forms.divided):
+        in_blocks = functools.partial(_in_blocks, entries=_ENTRIES_ON_CPU, wide=not _narrow(rows, forms))
+        on_cpu = forms.in_lanes or in_blocks
+        default = functools.partial(_in_blocks, entries=_ENTRIES, wide=False)
+    else:  # a loop over blocks would gather them on each device
+        on_cpu = default = _at_once
+    return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=forms.as_sums or default, default=default)
 
 
 def _keep_operands(rows: jax.Array, weight: Any, forms: _Forms) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -109,7 +105,7 @@ def _no_gradient(array: jax.Array) -> Any:
 
 
 def _narrow(rows: jax.Array, forms: _Forms) -> bool:
-    """Return True if a CPU multiplies 16-bit numbers in a unit of its own; otherwise, products in float32 are faster."""
+    """Return True if a CPU has a unit for products of 16-bit numbers; otherwise, products in float32 are faster."""
     return rows.dtype == jnp.bfloat16 and "amx_bf16" in cpu_flags() and not forms.portable
 
 
@@ -126,7 +122,7 @@ def _block(weight: Any, first: jax.Array, size: int) -> Any:
 
 
 def _sizes(weight: Unpacked, entries: int) -> tuple[int, int]:
-    """Return the number of rows in a block, and the number of blocks. The last block may overlap with the one before."""
+    """Return the number of rows in a block, and the number of blocks. The last two blocks may overlap."""
     features, columns = weight.shape
     count = max(1, math.ceil(features * columns / entries))
     size = -(-features // count)
@@ -134,8 +130,8 @@ def _sizes(weight: Unpacked, entries: int) -> tuple[int, int]:
     return size, -(-features // size)
 
 
-def _unpacked(weight: Unpacked, dtype: Any) -> jax.Array:
-    return weight.unpack().astype(dtype)
+def _at_once(rows: jax.Array, weight: Unpacked) -> jax.Array:
+    return _contract(rows, weight.unpack().astype(rows.dtype), 1)
 
 
 def _in_blocks(rows: jax.Array, weight: Any, entries: int, wide: bool) -> jax.Array:
