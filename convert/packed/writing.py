@@ -51,14 +51,14 @@ def in_files(weights: Mapping[str, Any], is_divided: bool = False) -> dict[str, 
 def config_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return the key `quantization_config` of the config.json for weights by their names in files, if it needs one."""
     sizes: dict[tuple[int, int | None], list[str]] = {}
-    ignored = []
+    ignored = ["lm_head"]  # also if it is the embedding, and not in the files
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if isinstance(weight, Grouped):
             groups = weight.scales.shape[-1]
             size = None if groups == 1 else weight.shape[-1] // groups
             sizes.setdefault((weight.bits, size), []).append(module)
-        elif len(weight.shape) == 2 and not name.endswith(_NOT_LINEAR):
+        elif len(weight.shape) == 2 and not name.endswith(_NOT_LINEAR) and module not in ignored:
             ignored.append(module)
     if not sizes:
         return {}

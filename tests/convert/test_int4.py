@@ -45,7 +45,9 @@ def test_rounding_is_close_and_reaches_the_largest_number_of_a_group():
         weight = kind.from_matrix(matrix, np.dtype("float32"))
         assert weight.scales.shape == (50, 256 // kind.group)
         steps = np.repeat(np.abs(weight.scales.astype(np.float32)), kind.group, axis=1)
-        assert (np.abs(weight.to_matrix() - matrix) <= 2.02 * steps).all()  # only if a group has large entries of both signs
+        assert (
+            np.abs(weight.to_matrix() - matrix) <= 2.02 * steps
+        ).all()  # only if a group has large entries of both signs
         assert not weight.to_matrix()[3].any()
         errors.append(np.square(weight.to_matrix() - matrix).mean())
     # Rounding to -7..7 with a scale of the largest absolute value / 7 has errors of 0.0094 and 0.0138.
@@ -118,7 +120,7 @@ def test_a_model_of_gptq_is_saved_if_it_has_no_order_and_no_zero_points(tmp_path
 
 def test_unsupported_uses_are_refused(source, tmp_path):
     narrow = write(tmp_path / "narrow", QWEN2, weights(QWEN2))
-    with pytest.raises(CheckpointError, match="down_proj.weight has 24 columns, which groups of 32 do not divide"):
+    with pytest.raises(CheckpointError, match=r"down_proj.weight has 24 columns, which groups of 32 do not divide"):
         load_hf(narrow, quantize="int4")
     with pytest.raises(ConfigError, match="quantize must be 'int8', 'int4', 'int4-128', 'none', None or a class"):
         load_hf(narrow, quantize="int5")
