@@ -151,11 +151,13 @@ def _rope(file: GgufFile, name: str, config: dict[str, Any], read: Callable[[str
 
 
 def _long_rope(
-    config: dict[str, Any], original: int | None, attention: float | None, read: Callable[[str], np.ndarray]
+    config: dict[str, Any], given: int | None, attention: float | None, read: Callable[[str], np.ndarray]
 ) -> dict[str, Any]:
     """Return the entries for factors of each frequency, one list for short texts and one for long ones."""
     longest = config["max_position_embeddings"]
-    original = original or longest
+    original = longest if given is None else given
+    if original < 2:
+        raise ConfigError(f"rope.scaling.original_context_length must be at least 2, got {original}")
     entry: dict[str, Any] = {"type": "longrope"}
     entry |= {"short_factor": read(SHORT).tolist(), "long_factor": read(LONG).tolist()}
     stretch = longest / original

@@ -118,16 +118,17 @@ def _grouped(name: str, data: Tensor, form: _Groups, columns: int, size: int, dt
     def words(start: int, end: int) -> np.ndarray:
         return Grouped.pack(form.codes(blocks(start, end)).reshape(end - start, columns), form.bits)
 
-    def halves(read: Callable, start: int, end: int) -> np.ndarray:
+    def halves(read: Callable[[np.ndarray], np.ndarray], start: int, end: int) -> np.ndarray:
         return read(blocks(start, end))[..., 0]
 
-    like = Grouped.pack(np.zeros((1, columns), np.uint8), form.bits)
-    parts: list[Tensor | None] = [computed(f"{name}_words", (rows, *like.shape[1:]), like.dtype, words, data, step)]
-    for suffix, read in (("scales", form.scales), ("zeros", form.offsets)):
+    def part(suffix: str, read: Callable[[np.ndarray], np.ndarray]) -> Tensor:
         compute = functools.partial(halves, read)
-        shape = (rows, columns // _GROUP)
-        parts.append(read and computed(f"{name}_{suffix}", shape, _HALF, compute, data, step))
-    return Grouped(*parts, None, form.bits, dtype)  # pyright: ignore[reportCallIssue]
+        return computed(f"{name}_{suffix}", (rows, columns // _GROUP), _HALF, compute, data, step)
+
+    like = Grouped.pack(np.zeros((1, columns), np.uint8), form.bits)
+    codes = computed(f"{name}_words", (rows, *like.shape[1:]), like.dtype, words, data, step)
+    offsets = None if form.offsets is None else part("zeros", form.offsets)
+    return Grouped(codes, part("scales", form.scales), offsets, None, form.bits, dtype)  # pyright: ignore
 
 
 def _in_halves(tensor: Tensor, head: int) -> Tensor:
