@@ -81,7 +81,7 @@ def weight_of(entry: TensorEntry, name: str, architecture: Architecture, model: 
             dataclasses.replace(entry, shape=entry.shape[1:], offset=entry.offset + number * size, nbytes=size)
             for number in range(experts)
         ]
-        return jax.tree.map(Stack.of, *[_matrix(part, name, 0, model) for part in parts])
+        return jax.tree.map(Stack.of, *[_matrix(part, name, 0, model, experts=True) for part in parts])
     if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
         entry = dataclasses.replace(entry, shape=(1, *entry.shape))
     head = model.head_dim if architecture.pairs and module in ("q_proj", "k_proj") else 0
@@ -96,7 +96,7 @@ def plain(entry: TensorEntry) -> Tensor:
     return Tensor(entry.file, entry.name, entry.type, entry.shape, entry.offset, entry.nbytes)
 
 
-def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig) -> Any:
+def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig, experts: bool = False) -> Any:
     """Return a matrix or vector; `head` is the size of heads whose rows are ordered by pairs, or 0."""
     if entry.type in DTYPES:
         return _in_halves(plain(entry), head)
@@ -104,7 +104,7 @@ def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig) -> Any
     count, size = _SIZES[entry.type]
     width = columns // count * size
     data = _in_halves(Tensor(entry.file, entry.name, NAMES[_BYTES], (rows, width), entry.offset, entry.nbytes), head)
-    if entry.type not in _GROUPED:
+    if experts or entry.type not in _GROUPED:  # `Grouped` cannot represent experts
         return Blocks(data, entry.type, np.dtype(model.dtype))  # pyright: ignore[reportCallIssue]
     return _grouped(name, data, _GROUPED[entry.type], columns, size, np.dtype(model.dtype))
 

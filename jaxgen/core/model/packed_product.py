@@ -20,7 +20,6 @@ from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.weights import precision
 from jaxgen.cpu import cpu_flags
-from jaxgen.shapes import at_most
 
 # The number of entries that are unpacked at a time. On a CPU, they should stay in the cache. On accelerators, larger
 # blocks need fewer operations; a block of bfloat16 takes 32 MiB.
