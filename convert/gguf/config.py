@@ -74,7 +74,7 @@ def config_of(file: GgufFile, read: Callable[[str], np.ndarray]) -> tuple[dict[s
     values = {key: _one(file, f"{name}.{suffix}") for suffix, key in keys.items()}
     if missing := [f"{name}.{suffix}" for suffix, key in _REQUIRED.items() if values[key] is None]:
         raise ConfigError(f"{file.path}: missing: {', '.join(missing)}")
-    config |= {key: value for key, value in values.items() if value is not None}
+    config |= {"rope_theta": 10_000.0} | {key: value for key, value in values.items() if value is not None}
     if config.get("sliding_window") == 0:  # the converter's way to write that there are no windows
         config["sliding_window"] = None
     config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": HEAD not in file.tensors}
@@ -151,11 +151,13 @@ def _rope(file: GgufFile, name: str, config: dict[str, Any], read: Callable[[str
 
 
 def _long_rope(
-    config: dict[str, Any], original: int | None, attention: float | None, read: Callable[[str], np.ndarray]
+    config: dict[str, Any], given: int | None, attention: float | None, read: Callable[[str], np.ndarray]
 ) -> dict[str, Any]:
     """Return the entries for factors of each frequency, one list for short texts and one for long ones."""
     longest = config["max_position_embeddings"]
-    original = original or longest
+    original = longest if given is None else given
+    if original < 2:
+        raise ConfigError(f"rope.scaling.original_context_length must be at least 2, got {original}")
     entry: dict[str, Any] = {"type": "longrope"}
     entry |= {"short_factor": read(SHORT).tolist(), "long_factor": read(LONG).tolist()}
     stretch = longest / original
@@ -173,7 +175,7 @@ def _llama3(file: GgufFile, config: dict[str, Any], original: int, divisors: np.
     factor, size = float(divisors.max()), config["head_dim"]
     if np.allclose(divisors, 1):
         return {}
-    theta = config.get("rope_theta", 10_000.0)
+    theta = config["rope_theta"]
     turns = original * theta ** -(np.arange(0, size, 2) / size) / (2 * math.pi)
     blend = np.clip((turns - 1) / (4 - 1), 0, 1)
     expected = 1 / ((1 - blend) / factor + blend)

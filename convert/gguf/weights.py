@@ -81,7 +81,7 @@ def weight_of(entry: TensorEntry, name: str, architecture: Architecture, model: 
             dataclasses.replace(entry, shape=entry.shape[1:], offset=entry.offset + number * size, nbytes=size)
             for number in range(experts)
         ]
-        return jax.tree.map(Stack.of, *[_matrix(part, name, 0, model) for part in parts])
+        return jax.tree.map(Stack.of, *[_matrix(part, name, 0, model, experts=True) for part in parts])
     if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
         entry = dataclasses.replace(entry, shape=(1, *entry.shape))
     head = model.head_dim if architecture.pairs and module in ("q_proj", "k_proj") else 0
@@ -96,7 +96,7 @@ def plain(entry: TensorEntry) -> Tensor:
     return Tensor(entry.file, entry.name, entry.type, entry.shape, entry.offset, entry.nbytes)
 
 
-def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig) -> Any:
+def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig, experts: bool = False) -> Any:
     """Return a matrix or vector; `head` is the size of heads whose rows are ordered by pairs, or 0."""
     if entry.type in DTYPES:
         return _in_halves(plain(entry), head)
@@ -104,7 +104,7 @@ def _matrix(entry: TensorEntry, name: str, head: int, model: ModelConfig) -> Any
     count, size = _SIZES[entry.type]
     width = columns // count * size
     data = _in_halves(Tensor(entry.file, entry.name, NAMES[_BYTES], (rows, width), entry.offset, entry.nbytes), head)
-    if entry.type not in _GROUPED:
+    if experts or entry.type not in _GROUPED:  # `Grouped` cannot represent experts
         return Blocks(data, entry.type, np.dtype(model.dtype))  # pyright: ignore[reportCallIssue]
     return _grouped(name, data, _GROUPED[entry.type], columns, size, np.dtype(model.dtype))
 
@@ -118,16 +118,17 @@ def _grouped(name: str, data: Tensor, form: _Groups, columns: int, size: int, dt
     def words(start: int, end: int) -> np.ndarray:
         return Grouped.pack(form.codes(blocks(start, end)).reshape(end - start, columns), form.bits)
 
-    def halves(read: Callable, start: int, end: int) -> np.ndarray:
+    def halves(read: Callable[[np.ndarray], np.ndarray], start: int, end: int) -> np.ndarray:
         return read(blocks(start, end))[..., 0]
 
-    like = Grouped.pack(np.zeros((1, columns), np.uint8), form.bits)
-    parts: list[Tensor | None] = [computed(f"{name}_words", (rows, *like.shape[1:]), like.dtype, words, data, step)]
-    for suffix, read in (("scales", form.scales), ("zeros", form.offsets)):
+    def part(suffix: str, read: Callable[[np.ndarray], np.ndarray]) -> Tensor:
         compute = functools.partial(halves, read)
-        shape = (rows, columns // _GROUP)
-        parts.append(read and computed(f"{name}_{suffix}", shape, _HALF, compute, data, step))
-    return Grouped(*parts, None, form.bits, dtype)  # pyright: ignore[reportCallIssue]
+        return computed(f"{name}_{suffix}", (rows, columns // _GROUP), _HALF, compute, data, step)
+
+    like = Grouped.pack(np.zeros((1, columns), np.uint8), form.bits)
+    codes = computed(f"{name}_words", (rows, *like.shape[1:]), like.dtype, words, data, step)
+    offsets = None if form.offsets is None else part("zeros", form.offsets)
+    return Grouped(codes, part("scales", form.scales), offsets, None, form.bits, dtype)  # pyright: ignore
 
 
 def _in_halves(tensor: Tensor, head: int) -> Tensor:

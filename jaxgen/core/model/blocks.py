@@ -1,4 +1,4 @@
-"""Weights in the block formats of GGUF files that `Grouped` cannot represent."""
+"""Weights in the block formats of GGUF files, as they are in the files."""
 
 from __future__ import annotations
 
@@ -68,6 +68,18 @@ def _fifth(codes: Any, bits: Any) -> Any:
     return codes | bits << np.uint8(4)
 
 
+def _q4_0(b: Any, xp: Any) -> Any:
+    return _half(b, 0, xp) * _floats(_fields(b[..., 2:18], 4, xp), 8)
+
+
+def _q4_1(b: Any, xp: Any) -> Any:
+    return _half(b, 0, xp) * _floats(_fields(b[..., 4:20], 4, xp)) + _half(b, 2, xp)
+
+
+def _q8_0(b: Any, xp: Any) -> Any:
+    return _half(b, 0, xp) * _bits_as(b[..., 2:34], np.dtype("i1"), xp).astype(np.float32)
+
+
 def _q5_0(b: Any, xp: Any) -> Any:
     codes = _fifth(_fields(b[..., 6:22], 4, xp), _bits(b[..., 2:6], xp))
     return _half(b, 0, xp) * _floats(codes, 16)
@@ -133,6 +145,9 @@ def _q6_k(b: Any, xp: Any) -> Any:
 
 
 FORMATS: dict[str, BlockFormat] = {
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
     "Q5_0": BlockFormat(32, 22, _q5_0),
     "Q5_1": BlockFormat(32, 24, _q5_1),
     "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
