@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxgen.control import scan
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.packed_product import packed_product
+from jaxgen.core.model.packed_experts import packed_product_of_experts
+from jaxgen.core.model.packed_product import FEW_ROWS, each_row, look_up_packed, packed_product
 from jaxgen.errors import InputError
 from jaxgen.shapes import at_most
 
@@ -27,8 +27,6 @@ _SUFFIXES = {
     "order": "the input of each column",
 }
 _RUN = 8  # the length of a run is at most this number, which is a vector of float32 numbers with AVX2
-# Up to this many rows are multiplied in vector lanes on a CPU; unpacking the matrix takes as long as eight rows.
-_FEW_ROWS = 8
 _MIDDLE = {4: 8, 8: 0}  # the stored number for the code `2 ** (bits - 1)`
 
 
@@ -79,6 +77,15 @@ class Grouped:
         return {f"_{name}": text for name, text in _SUFFIXES.items() if getattr(self, name) is not None}
 
     @property
+    def input_unit(self) -> int:
+        """The inputs can be split across a mesh at multiples of this number."""
+        columns = self.shape[-1]
+        if self.order is not None:
+            return columns
+        packed = 8 * run_length(columns) if self.bits == 4 else 1
+        return math.lcm(packed, columns // self.scales.shape[-1])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix, [F, D]."""
         return (*self.words.shape[:-1], self.words.shape[-1] * (8 if self.bits == 4 else 1))
@@ -112,20 +119,28 @@ class Grouped:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
         if self.order is not None:
             rows = rows[:, self.order]
-        weight = self.replace(order=None)  # pyright: ignore[reportAttributeAccessIssue]
-        in_lanes = at_most(rows.shape[0], _FEW_ROWS) and _fits_steps(weight, _step(weight.shape[-1]))
-        as_sums = rows.shape[0] == 1 and _fits_steps(weight, 8 * _RUN)
-        return packed_product(rows, weight, context, _in_lanes if in_lanes else None, _as_sums if as_sums else None)
+        in_lanes = at_most(rows.shape[0], FEW_ROWS) and _fits_steps(self, _step(self.shape[-1]))
+        as_sums = rows.shape[0] == 1 and _fits_steps(self, 8 * _RUN)
+        forms = _in_lanes if in_lanes else None, _as_sums if as_sums else None
+        return packed_product(rows, self._in_stored_order(), context, *forms)
+
+    def product_of_experts(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
+        """Return each of the `rows [n, D]` times its own expert's transposed matrix, as float32[n, F].
+
+        The arrays have a first axis for experts, except `order`, which all experts share.
+        """
+        if self.order is not None:
+            rows = rows[:, self.order]
+        in_lanes = _in_lanes if _fits_steps(self, _step(self.shape[-1])) else None
+        return packed_product_of_experts(rows, experts, self._in_stored_order(), context, in_lanes)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
-        flat = jnp.clip(ids.reshape(-1), 0, self.shape[0] - 1)
-        arrays = self.replace(order=None)  # pyright: ignore[reportAttributeAccessIssue]
-        found = jax.tree.map(lambda array: array[flat], arrays).unpack().reshape(*ids.shape, -1)
-        if self.order is not None:
-            found = found[..., jnp.argsort(self.order)]
-        is_row = (ids >= 0) & (ids < self.shape[0])
-        return jnp.where(is_row[..., None], found, jnp.nan).astype(self.dtype)
+        found = look_up_packed(ids, self._in_stored_order())
+        return found if self.order is None else found[..., jnp.argsort(self.order)]
+
+    def _in_stored_order(self) -> Grouped:
+        return Grouped(self.words, self.scales, self.zeros, None, self.bits, self.dtype)  # pyright: ignore
 
 
 def run_length(columns: int) -> int:
@@ -221,24 +236,19 @@ def _in_lanes(rows: jax.Array, weight: Grouped) -> jax.Array:
     if weight.bits == 4:
         factors = np.array([2.0 ** (-4 * run) if run < 7 else 1.0 for run in range(8)], np.float32)
         pieces = pieces * np.tile(factors, width // 64)[None, None, :, None]
-    return workarounds.in_branch(_lane_products, pieces, sums, weight)
+    return workarounds.in_branch(functools.partial(each_row, _lane_product), (pieces, sums), weight)
 
 
-def _lane_products(pieces: jax.Array, sums: jax.Array, weight: Grouped) -> jax.Array:
-    def multiply(run: int, words: jax.Array, row: jax.Array) -> jax.Array:
+def _lane_product(pieces: tuple[jax.Array, jax.Array], weight: Grouped) -> jax.Array:
+    row, sums = pieces
+
+    def multiply(run: int, words: jax.Array) -> jax.Array:
         if weight.bits == 4:
             words = words & np.uint32(15 << 4 * (run % 8)) if run % 8 < 7 else words >> np.uint32(28)
             words = words.astype(jnp.int32)
         return words.astype(jnp.float32) * row[None, :, run]
 
-    def of_row(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        row, sums = pair
-        terms = _terms(weight, row.shape[0], functools.partial(multiply, row=row), lambda part: sums[None, :, part])
-        return workarounds.sum_lanes(terms)
-
-    if pieces.shape[0] == 1:
-        return of_row((pieces[0], sums[0]))[None]
-    return scan(lambda carry, pair: (carry, of_row(pair)), (), (pieces, sums))[1]
+    return workarounds.sum_lanes(_terms(weight, row.shape[0], multiply, lambda part: sums[None, :, part]))
 
 
 def _as_sums(row: jax.Array, weight: Grouped) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.control import alike, fori_loop
+from jaxgen.control import alike, fori_loop, scan
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.weights import precision
@@ -23,6 +23,8 @@ from jaxgen.cpu import cpu_flags
 
 # The number of entries that are unpacked at a time. On a CPU, they should stay in the cache. On accelerators, larger
 # blocks need fewer operations; a block of bfloat16 takes 32 MiB.
+# Up to this many rows are multiplied in vector lanes on a CPU; unpacking a matrix takes as long as eight of them.
+FEW_ROWS = 8
 _ENTRIES_ON_CPU, _ENTRIES = 1 << 18, 1 << 24
 
 
@@ -57,18 +59,18 @@ def packed_product(
     """
     leaves, structure = jax.tree.flatten(weight)
     rows, *leaves = alike(rows, *leaves)
-    return _product(rows, structure.unflatten(leaves), _Forms(in_lanes, as_sums, context.divided, context.portable))
+    return _product(rows, structure.unflatten(leaves), Forms(in_lanes, as_sums, context.divided, context.portable))
 
 
-class _Forms:
-    """The static arguments of `_product`."""
+class Forms:
+    """The static arguments of products: see `packed_product`."""
 
     def __init__(self, in_lanes: Callable | None, as_sums: Callable | None, divided: bool | None, portable: bool):
         self.in_lanes, self.as_sums, self.divided, self.portable = in_lanes, as_sums, divided, portable
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, weight: Any, forms: _Forms) -> jax.Array:
+def _product(rows: jax.Array, weight: Any, forms: Forms) -> jax.Array:
     if workarounds.in_one_piece(forms.divided):
         in_blocks = functools.partial(_in_blocks, entries=_ENTRIES_ON_CPU, wide=not _narrow(rows, forms))
         on_cpu = forms.in_lanes or in_blocks
@@ -78,11 +80,11 @@ def _product(rows: jax.Array, weight: Any, forms: _Forms) -> jax.Array:
     return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=forms.as_sums or default, default=default)
 
 
-def _keep_operands(rows: jax.Array, weight: Any, forms: _Forms) -> tuple[jax.Array, tuple[Any, ...]]:
+def _keep_operands(rows: jax.Array, weight: Any, forms: Forms) -> tuple[jax.Array, tuple[Any, ...]]:
     return _product(rows, weight, forms), (weight, rows[:0])
 
 
-def _gradients(forms: _Forms, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, Any]:
+def _gradients(forms: Forms, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, Any]:
     """Differentiate with respect to the rows, in the rows' dtype."""
     weight, like = operands
     if not workarounds.in_one_piece(forms.divided):
@@ -92,19 +94,20 @@ def _gradients(forms: _Forms, operands: tuple[Any, ...], change: jax.Array) -> t
         on_cpu = functools.partial(_sum_of_blocks, entries=_ENTRIES_ON_CPU, wide=not _narrow(like, forms))
         default = functools.partial(_sum_of_blocks, entries=_ENTRIES, wide=False)
         to_rows = lax.platform_dependent(change, weight, cpu=on_cpu, default=default)
-    return to_rows.astype(like.dtype), jax.tree.map(_no_gradient, weight)
+    return to_rows.astype(like.dtype), jax.tree.map(no_gradient, weight)
 
 
 _product.defvjp(_keep_operands, _gradients)
 
 
-def _no_gradient(array: jax.Array) -> Any:
+def no_gradient(array: jax.Array) -> Any:
+    """Return the gradient of an array that counts as constant."""
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.zeros_like(array)
     return np.zeros(array.shape, jax.dtypes.float0)
 
 
-def _narrow(rows: jax.Array, forms: _Forms) -> bool:
+def _narrow(rows: jax.Array, forms: Forms) -> bool:
     """Return True if a CPU has a unit for products of 16-bit numbers; otherwise, products in float32 are faster."""
     return rows.dtype == jnp.bfloat16 and "amx_bf16" in cpu_flags() and not forms.portable
 
@@ -170,3 +173,22 @@ def _sum_of_blocks(change: jax.Array, weight: Any, entries: int, wide: bool) -> 
 
     out = jnp.zeros((change.shape[0], columns), jnp.float32)
     return fori_loop(jnp.int32(0), jnp.int32(count), step, out, (change, weight))
+
+
+def each_row(of_row: Callable, pieces: tuple[jax.Array, ...], weight: Any) -> jax.Array:
+    """Return `of_row(pieces of a row, weight)`, float32[F], for each row; `pieces [n, ...]`. The result has n rows."""
+    if pieces[0].shape[0] == 1:
+        return of_row(tuple(piece[0] for piece in pieces), weight)[None]
+    return scan(lambda carry, row: (carry, of_row(row, weight)), (), pieces)[1]
+
+
+def look_up_packed(ids: jax.Array, weight: Any) -> jax.Array:
+    """Return the rows of a packed matrix with the indices `ids int32[B, T]`, as `[B, T, D]`, unpacking only these.
+
+    An id outside [0, F) gives NaN.
+    """
+    features = weight.shape[0]
+    own = jnp.clip(ids.reshape(-1), 0, features - 1)
+    found = jax.tree.map(lambda array: array[own], weight).unpack().reshape(*ids.shape, -1)
+    is_row = (ids >= 0) & (ids < features)
+    return jnp.where(is_row[..., None], found, jnp.nan).astype(weight.dtype)

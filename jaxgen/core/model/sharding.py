@@ -27,7 +27,7 @@ from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import separate
-from jaxgen.core.model.weights import Weight
+from jaxgen.core.model.weights import Weight, input_unit
 from jaxgen.errors import InputError
 
 _AXES = ("data", "model", "copies")
@@ -126,6 +126,11 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
     spec = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
     if kind != "weight" and spec != REPLICATED:
         spec = PartitionSpec(spec[0])
+    elif spec == _INPUTS and isinstance(weight, Weight):
+        parts = mesh.shape["model"] * mesh.shape["copies"]
+        features, columns = weight.shape[-2:]
+        if columns % (parts * input_unit(weight)):  # the parts would cut a group, or a run of packed numbers
+            spec = REPLICATED if features % parts else _OUTPUTS
     if len(weight.shape if hasattr(weight, "shape") else weight) == 3:
         spec = PartitionSpec(None, *spec)
     if not isinstance(weight, Weight):

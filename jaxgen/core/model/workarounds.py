@@ -57,18 +57,19 @@ _FEW_ROWS = 32
 # --- Barriers to the CPU compiler's code motion and fusion ------------------------------------------------------------
 
 
-def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
-    """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
+def in_branch(function: Callable, first: Any, *rest: Any) -> Any:
+    """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is a tree of arrays of floats.
 
     XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA does
-    not move operations out of a branch. If `first` is all NaN, the branch is not taken, and all floats in the result
-    are NaN.
+    not move operations out of a branch. If the tree's first array is all NaN, the branch is not taken, and all floats
+    in the result are NaN.
     """
 
     def not_numbers(*arguments):
         return jax.tree.map(_not_numbers, jax.eval_shape(function, *arguments))
 
-    return cond(jnp.any(first == first), function, not_numbers, first, *rest)
+    one = jax.tree.leaves(first)[0]
+    return cond(jnp.any(one == one), function, not_numbers, first, *rest)
 
 
 def rounded(x: jax.Array) -> jax.Array:
