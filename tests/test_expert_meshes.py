@@ -108,9 +108,7 @@ def test_mesh_generates_the_same_tokens(shape, mode, family):
     model, params = MODELS[family], PARAMS[family]
     cfg = CFG.replace(model=model, **MODES[mode])
     key = KEY if cfg.do_sample else None
-    expected, found = (
-        generate(p, IDS, key, cfg, attention_mask=MASK) for p in (params, on_mesh(shape, params, model))
-    )
+    expected, found = (generate(p, IDS, key, cfg, attention_mask=MASK) for p in (params, on_mesh(shape, params, model)))
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.lengths.tolist() == expected.lengths.tolist()
 
@@ -161,11 +159,9 @@ def test_score_replays_experts_on_the_mesh():
     divided = on_mesh((2, 2))
     expected, found = (generate(p, IDS[:4], None, cfg) for p in (PARAMS["qwen2_moe"], divided))
     assert found.routed_experts.tolist() == expected.routed_experts.tolist()
-    scores = [
-        score(p, expected.sequences, CFG, routed_experts=expected.routed_experts, attention_mask=expected.attention_mask)
-        for p in (PARAMS["qwen2_moe"], divided)
-    ]
-    np.testing.assert_allclose(scores[1].logprobs, scores[0].logprobs, rtol=1e-4, atol=1e-4)
+    given = {"routed_experts": expected.routed_experts, "attention_mask": expected.attention_mask}
+    one, other = (score(p, expected.sequences, CFG, **given).logprobs for p in (PARAMS["qwen2_moe"], divided))
+    np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -192,7 +188,7 @@ def test_load_generate_and_save(tmp_path, quantize):
     divided, _ = load_hf(tmp_path / "one", quantize=quantize, mesh=mesh_of_shape((2, 4)))
     weight = experts_of(divided)["down_proj"]["weight"]
     assert isinstance(weight, Int8) is (quantize == "int8")
-    assert [x.addressable_shards[0].data.shape[0] for x in jax.tree.leaves(weight)] == [2] * len(jax.tree.leaves(weight))
+    assert {x.addressable_shards[0].data.shape[0] for x in jax.tree.leaves(weight)} == {2}
     expected, found = (generate(p, IDS, None, cfg, attention_mask=MASK) for p in (alone, divided))
     assert found.sequences.tolist() == expected.sequences.tolist()
     save_hf(divided, cfg, tmp_path / "two")

@@ -6,6 +6,7 @@ sum of the outputs: one all-reduce per layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,38 +28,47 @@ def is_by_expert(experts: int, parts: int) -> bool:
 
 
 def sum_over_devices(
-    add: Callable[..., jax.Array], matrices: Any, tokens: tuple[jax.Array, jax.Array, jax.Array], context: Context
-) -> jax.Array:
-    """Return `add(matrices, *tokens, context)`, where each device adds up the outputs of its own experts.
+    route: Callable[..., tuple[jax.Array, jax.Array]],
+    add: Callable[..., jax.Array],
+    matrices: Any,
+    tokens: tuple[jax.Array, jax.Array, jax.Array | None],
+    context: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of the outputs of each token's experts, float32[B, T, D], and the experts.
 
-    Without a mesh, and on a mesh whose devices have a part of every expert, this is a plain call.
+    On a mesh, each device adds up the outputs of its own experts, in the router's order, and the devices' sums are
+    added. Without a mesh, or if each device has a part of every expert, all outputs are added in the router's order.
 
     Args:
-        add: returns the weighted sum of the outputs of each token's experts, as float32[B, T, D]. Experts outside
-            [0, E) must add nothing.
+        route: returns the weights and the indices of each token's experts, given the last two entries of `tokens`.
+        add: returns the weighted sum, float32[B, T, D], given the matrices, `x`, indices, weights and the context.
+            Indices outside [0, E) must add nothing.
         matrices: a tree of the experts' weights, each `[E, F, D]`.
-        tokens: the tokens' values `[B, T, D]`, their experts int32[B, T, k], and the weights of these, float32[B, T, k].
+        tokens: the values `x [B, T, D]`, the router's logits `[B, T, E]`, and the given experts int32[B, T, k] or None.
         context: information about this pass through the model.
     """
-    weights = jax.tree.leaves(matrices, is_leaf=_is_weight)
-    mesh, count = _mesh_of(weights[0]), weights[0].shape[0]
-    if mesh is None:
-        return add(matrices, *tokens, context)
-    parts = mesh.shape["model"] * mesh.shape["copies"]
-    if not is_by_expert(count, parts):
-        return add(matrices, *tokens, context)
+    leaves = jax.tree.leaves(matrices, is_leaf=_is_weight)
+    mesh, count = _mesh_of(leaves[0]), leaves[0].shape[0]
+    parts = 1 if mesh is None else mesh.shape["model"] * mesh.shape["copies"]
+
+    def of_device(
+        matrices: Any, x: jax.Array, logits: jax.Array, experts: jax.Array | None, context: Context = context
+    ) -> tuple[jax.Array, jax.Array]:
+        weights, experts = route(logits, experts)
+        if context.expert_parts == 1:
+            return add(matrices, x, experts, weights, context), experts
+        own = experts - lax.axis_index(ALL_PARTS) * (count // parts)
+        return lax.psum(add(matrices, x, own, weights, context), ALL_PARTS), experts
+
+    if mesh is None or not is_by_expert(count, parts):
+        return of_device(matrices, *tokens)
     own = Context(divided=False, portable=context.portable, expert_parts=parts)
-
-    def of_device(matrices: Any, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        if parts == 1:
-            return add(matrices, x, experts, weights, own)
-        first = lax.axis_index(ALL_PARTS) * (count // parts)
-        return lax.psum(add(matrices, x, experts - first, weights, own), ALL_PARTS)
-
     rows = PartitionSpec(None if tokens[0].shape[0] % mesh.shape["data"] else "data")
     over = PartitionSpec(ALL_PARTS if parts > 1 else None, None, None)
     specs = jax.tree.map(lambda x: x.specs(over) if isinstance(x, Weight) else over, matrices, is_leaf=_is_weight)
-    divided = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, rows, rows, rows), out_specs=rows)
+    divided = jax.shard_map(
+        functools.partial(of_device, context=own), mesh=mesh, in_specs=(specs, rows, rows, rows), out_specs=rows
+    )
     return divided(matrices, *tokens)
 
 

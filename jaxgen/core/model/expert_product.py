@@ -285,9 +285,7 @@ def _in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: i
     return fori_loop(0, rounds, step, out, (rows, matrices, groups))
 
 
-def _sums_of_products(
-    change: jax.Array, rows: jax.Array, experts: jax.Array, count: int, parts: int
-) -> jax.Array:
+def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int, parts: int) -> jax.Array:
     """Sum the outer products of `change [n, F]` and `rows [n, D]` for each expert, as float32[E, F, D]."""
     slots, groups = _slots(rows.shape[0], count * parts), _groups(experts, count)
 

@@ -54,8 +54,7 @@ class SparseMLP(nn.Module):
         """
         cfg = self.cfg
         logits = Linear(cfg.num_experts or 0, False, cfg, name="gate")(x, context)
-        weights, experts = _route(cfg, logits, experts)
-        out = Experts(cfg, name="experts")(x, experts, weights, context)
+        out, experts = Experts(cfg, name="experts")(x, logits, experts, context)
         if cfg.shared_expert_intermediate_size is not None:
             shared = MLP(cfg, cfg.shared_expert_intermediate_size, name="shared_expert")(x, context)
             gate = Linear(1, False, cfg, name="shared_expert_gate")(x, context)
@@ -80,18 +79,21 @@ class Experts(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, context: Context) -> jax.Array:
-        """Return the weighted sum of the outputs of each token's experts, `[B, T, D]`, given `x [B, T, D]`.
+    def __call__(
+        self, x: jax.Array, logits: jax.Array, experts: jax.Array | None, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the weighted sum of the outputs of each token's experts, `[B, T, D]`, and the experts, int32[B, T, k].
 
-        The shapes of the experts and their weights are int32[B, T, k] and float32[B, T, k].
+        `x [B, T, D]`, the router's `logits [B, T, E]` and `experts` are as in `SparseMLP`.
         """
         cfg, width = self.cfg, self.cfg.moe_intermediate_size or 0
         fused = "gate_up_proj"
         names = (fused,) if self.has_variable("params", fused) else FUSED[fused]
         first = [ExpertMatrices(2 * width // len(names), cfg.hidden_size, cfg, name=name)() for name in names]
         last = ExpertMatrices(cfg.hidden_size, width, cfg, name="down_proj")()
-        add = functools.partial(_add_outputs, gated_activation(cfg.hidden_act))
-        return sum_over_devices(add, (first, last), (x, experts, weights), context).astype(x.dtype)
+        route, add = functools.partial(_route, cfg), functools.partial(_add_outputs, gated_activation(cfg.hidden_act))
+        total, experts = sum_over_devices(route, add, (first, last), (x, logits, experts), context)
+        return total.astype(x.dtype), experts
 
 
 class ExpertMatrices(nn.Module):

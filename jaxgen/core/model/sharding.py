@@ -238,7 +238,7 @@ def _fits(model: ModelConfig, parts: int) -> bool:
 
 def _sizes(model: ModelConfig) -> list[dict[str, int]]:
     """Return groups of sizes, by their names. The number of parts must divide one size of each group."""
-    names = [("num_attention_heads",), ("vocab_size",)]
+    names: list[tuple[str, ...]] = [("num_attention_heads",), ("vocab_size",)]
     if not all(layer.experts for layer in model.layers):
         names.append(("intermediate_size",))
     if model.sparse_layers:
