@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -47,12 +47,13 @@ def product_of_experts(
 
     Products are accumulated in float32. For at most E rows, only the matrices of the chosen experts are read, unless
     `context` says that the weight is split across a mesh. A row's result does not depend on the other rows. It may
-    depend on whether there are more than E rows, because the sums are then computed in a different order.
+    depend on whether there are more than E rows, because the sums are then computed in a different order. Where the
+    weight is one device's part of the experts (`context.expert_parts`), these rows and E are those of all devices.
 
     Args:
         rows: [n, D].
-        experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and reads no matrix, so a device
-            that stores only some of the experts can multiply by these.
+        experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and, except on a GPU, reads no
+            matrix, so a device that stores only some of the experts can multiply by these.
         weight: [E, F, D], an array of floats or of 8-bit integers, or an `ExpertWeight`.
         context: information about this pass through the model.
 
@@ -63,38 +64,45 @@ def product_of_experts(
         return weight.product_of_experts(rows, experts, context)
     if isinstance(weight, Weight):
         raise TypeError(f"a weight of type {type(weight).__name__} cannot represent experts: use an array of floats")
-    return _product(*alike(rows, experts, weight), context.divided, context.portable)  # pyright: ignore
+    form = _Form(context.divided, context.portable, context.expert_parts)
+    return _product(*alike(rows, experts, weight), form)  # pyright: ignore
 
 
 # --- Products and their gradients -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(
-    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
-) -> jax.Array:
+class _Form(NamedTuple):
+    """The fields of a `Context` that decide how a product is computed."""
+
+    divided: bool | None
+    portable: bool = False
+    parts: int = 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(rows: jax.Array, experts: jax.Array, matrices: jax.Array, form: _Form) -> jax.Array:
     """Multiply using the platform's implementation; the gradient multiplies in the operands' dtype."""
-    if divided:  # a loop over matrices would gather all of them on each device
-        return in_rounds(rows, experts, matrices, 2)
-    few = at_most(rows.shape[0], matrices.shape[0])
-    one_piece = workarounds.in_one_piece(divided)
-    on_cpu = functools.partial(_on_cpu, axis=2, lanes=few and one_piece, portable=portable) if one_piece else _plain
-    if not few:
-        return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, default=_plain)
-    return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, tpu=_one_by_one, default=_gathered)
-
-
-def _plain(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax.Array:
-    return in_rounds(rows, experts, matrices, 2)
+    by_rounds = functools.partial(in_rounds, axis=2, parts=form.parts)
+    if form.divided:  # a loop over matrices would gather all of them on each device
+        return by_rounds(rows, experts, matrices)
+    count = matrices.shape[0]
+    few = at_most(rows.shape[0], count * form.parts)
+    on_cpu = by_rounds
+    if workarounds.in_one_piece(form.divided):
+        on_cpu = functools.partial(_on_cpu, axis=2, lanes=few, portable=form.portable)
+    on_tpu = _one_by_one if few else by_rounds
+    # On a GPU, rows without an expert on this device cost as much as the others.
+    on_gpu = _gathered if few and at_most(rows.shape[0], count) else by_rounds
+    return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def _keep_operands(
-    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, form: _Form
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _product(rows, experts, matrices, divided, portable), (rows, experts, matrices)
+    return _product(rows, experts, matrices, form), (rows, experts, matrices)
 
 
-def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple:
+def _gradients(form: _Form, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple:
     """Differentiate with respect to the rows and the matrices; 8-bit matrices have no gradient.
 
     Beside the gradients, this stores the matrices' gradient in float32, and nothing else of its size.
@@ -102,16 +110,17 @@ def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, 
     rows, experts, matrices = operands
     is_integer = jnp.issubdtype(matrices.dtype, jnp.integer)
     change = change.astype(rows.dtype if is_integer else matrices.dtype)
-    by_rounds = functools.partial(in_rounds, axis=1)
-    if not workarounds.in_one_piece(divided):
+    by_rounds = functools.partial(in_rounds, axis=1, parts=form.parts)
+    if not workarounds.in_one_piece(form.divided):
         to_rows = by_rounds(change, experts, matrices)
     else:
-        on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=portable)
+        on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=form.portable)
         to_rows = lax.platform_dependent(change, experts, matrices, cpu=on_cpu, default=by_rounds)
     if is_integer:
         to_matrices = np.zeros(matrices.shape, jax.dtypes.float0)
     else:
-        to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0]).astype(matrices.dtype)
+        to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0], form.parts)
+        to_matrices = to_matrices.astype(matrices.dtype)
     return to_rows.astype(rows.dtype), np.zeros(experts.shape, jax.dtypes.float0), to_matrices
 
 
@@ -264,12 +273,13 @@ def _round(groups: _Groups, number: Any, slots: int, count: Any) -> jax.Array:
     return jnp.where(place < groups.counts[:, None], row, count)
 
 
-def in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int) -> jax.Array:
+def in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int, parts: int = 1) -> jax.Array:
     """Multiply in rounds, in which every expert multiplies up to a fixed number of its rows.
 
-    A round is one batched product that reads each matrix in place. Experts may be split across a mesh.
+    A round is one batched product that reads each matrix in place. Experts may be split across a mesh. `parts` is the
+    number of devices that the rows' experts are on, where `matrices` has those of one.
     """
-    count, slots = rows.shape[0], slots_for(rows.shape[0], matrices.shape[0])
+    count, slots = rows.shape[0], slots_for(rows.shape[0], matrices.shape[0] * parts)
     groups = _groups(experts, matrices.shape[0])
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
@@ -282,9 +292,9 @@ def in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: in
     return fori_loop(0, rounds, step, out, (rows, matrices, groups))
 
 
-def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int) -> jax.Array:
+def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int, parts: int) -> jax.Array:
     """Sum the outer products of `change [n, F]` and `rows [n, D]` for each expert, as float32[E, F, D]."""
-    slots, groups = slots_for(rows.shape[0], count), _groups(experts, count)
+    slots, groups = slots_for(rows.shape[0], count * parts), _groups(experts, count)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         chosen = _round(groups, number, slots, rows.shape[0])

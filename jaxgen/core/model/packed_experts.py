@@ -31,20 +31,21 @@ def packed_product_of_experts(
     """
     leaves, structure = jax.tree.flatten(weight)
     rows, experts, *leaves = alike(rows, experts, *leaves)
-    forms = Forms(in_lanes, None, context.divided, context.portable)
+    forms = Forms(in_lanes, None, context.divided, context.portable, context.expert_parts)
     return _product(rows, experts, structure.unflatten(leaves), forms)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) -> jax.Array:
     if not workarounds.in_one_piece(forms.divided):
-        return expert_product.in_rounds(rows, experts, weight.unpack().astype(rows.dtype), 2)
-    few = at_most(rows.shape[0], weight.shape[0])
-    default = functools.partial(_in_tiles, axis=2, on_cpu=False)
-    on_cpu = functools.partial(_in_tiles, axis=2, on_cpu=True)
+        return expert_product.in_rounds(rows, experts, weight.unpack().astype(rows.dtype), 2, forms.expert_parts)
+    few = at_most(rows.shape[0], weight.shape[0] * forms.expert_parts)
+    default = functools.partial(_in_tiles, axis=2, parts=forms.expert_parts, on_cpu=False)
+    on_cpu = functools.partial(_in_tiles, axis=2, parts=forms.expert_parts, on_cpu=True)
     if few and forms.in_lanes is not None:
         on_cpu = functools.partial(_in_lanes, forms=forms)
-    on_gpu = _gathered if few else default
+    # On a GPU, rows without an expert on this device cost as much as the others.
+    on_gpu = _gathered if few and at_most(rows.shape[0], weight.shape[0]) else default
     return lax.platform_dependent(rows, experts, weight, cpu=on_cpu, cuda=on_gpu, default=default)
 
 
@@ -57,10 +58,12 @@ def _gradients(forms: Forms, operands: tuple[Any, ...], change: jax.Array) -> tu
     experts, weight, like = operands
     change = change.astype(like.dtype)
     if workarounds.in_one_piece(forms.divided):
-        on_cpu, default = (functools.partial(_in_tiles, axis=1, on_cpu=on_cpu) for on_cpu in (True, False))
+        in_tiles = functools.partial(_in_tiles, axis=1, parts=forms.expert_parts)
+        on_cpu, default = (functools.partial(in_tiles, on_cpu=on_cpu) for on_cpu in (True, False))
         to_rows = lax.platform_dependent(change, experts, weight, cpu=on_cpu, default=default)
     else:
-        to_rows = expert_product.in_rounds(change, experts, weight.unpack().astype(like.dtype), 1)
+        matrices = weight.unpack().astype(like.dtype)
+        to_rows = expert_product.in_rounds(change, experts, matrices, 1, forms.expert_parts)
     return to_rows.astype(like.dtype), np.zeros(experts.shape, jax.dtypes.float0), jax.tree.map(no_gradient, weight)
 
 
@@ -72,7 +75,7 @@ def _in_lanes(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) ->
     return expert_product.in_tiles(rows.astype(jnp.float32), experts, weight, 2, 1, forms.in_lanes)
 
 
-def _in_tiles(rows: jax.Array, experts: jax.Array, weight: Any, axis: int, on_cpu: bool) -> jax.Array:
+def _in_tiles(rows: jax.Array, experts: jax.Array, weight: Any, axis: int, parts: int, on_cpu: bool) -> jax.Array:
     """Multiply tile by tile, where a tile consists of rows of one expert, whose matrix is unpacked.
 
     Without a unit for 16-bit matrices, a CPU multiplies fastest in float32.
@@ -82,7 +85,7 @@ def _in_tiles(rows: jax.Array, experts: jax.Array, weight: Any, axis: int, on_cp
     def multiply(rows: jax.Array, matrix: Any) -> jax.Array:
         return expert_product.contract(rows, matrix.unpack().astype(rows.dtype), axis)
 
-    size = expert_product.slots_for(rows.shape[0], weight.shape[0])
+    size = expert_product.slots_for(rows.shape[0], weight.shape[0] * parts)
     return expert_product.in_tiles(rows, experts, weight, axis, size, multiply, branch=on_cpu)
 
 

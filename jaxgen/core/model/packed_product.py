@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +62,14 @@ def packed_product(
     return _product(rows, structure.unflatten(leaves), Forms(in_lanes, as_sums, context.divided, context.portable))
 
 
-class Forms:
-    """The static arguments of products: see `packed_product`."""
+class Forms(NamedTuple):
+    """The static arguments of products: those of `packed_product`, and fields of the `Context`."""
 
-    def __init__(self, in_lanes: Callable | None, as_sums: Callable | None, divided: bool | None, portable: bool):
-        self.in_lanes, self.as_sums, self.divided, self.portable = in_lanes, as_sums, divided, portable
+    in_lanes: Callable | None
+    as_sums: Callable | None
+    divided: bool | None
+    portable: bool
+    expert_parts: int = 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
