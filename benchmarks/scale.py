@@ -91,13 +91,14 @@ def lower_bound(model: ModelConfig, args: argparse.Namespace, data: int, parts: 
     return (_weights(model, parts) + cache) * jnp.dtype(model.dtype).itemsize
 
 
-def _weights(model: ModelConfig, parts: int) -> float:
-    """Return the number of weights on each chip."""
+def _weights(model: ModelConfig, parts: int, chosen: float = 1.0) -> float:
+    """Return the number of weights on each chip. Of the experts, only the share that is `chosen` counts."""
     heads = math.gcd(model.num_key_value_heads, parts)
     total = 0.0
     for name, shape in param_shapes(model).items():
         owners = heads if "k_proj" in name or "v_proj" in name else parts
-        total += math.prod(shape) / (1 if "norm" in name else owners)
+        owners = 1 if "norm" in name or ".gate." in name else owners
+        total += math.prod(shape) / owners * (chosen if ".experts." in name else 1)
     return total
 
 
@@ -126,18 +127,21 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
     passes = -(-(args.context - args.new_tokens) // args.chunk) if args.chunk else 1
     prefill_moved = sum(_moved(c, parts) * c.times for c in hlo.outside_of_decode(program, passes) if c.is_collective)
 
-    weights = _weights(model, parts)
-    read = lower_bound(model, args, data, parts)
+    # A step reads the experts that its rows choose, here evenly over the chips, and computes with `share` of them.
+    share = (model.num_experts_per_tok or 1) / (model.num_experts or 1)
+    weights, active = _weights(model, parts), _weights(model, parts, share)
+    unread = (weights - _weights(model, parts, min(1.0, args.rows // data * share))) * itemsize
+    read = lower_bound(model, args, data, parts) - unread
     rows, tokens = -(-args.rows // data), args.context - args.new_tokens
     attention = 4 * model.num_hidden_layers * model.num_attention_heads // parts * model.head_dim
     times = {
         "reading weights and cache": read / chip.bandwidth,
-        "computing": (2 * weights + attention * args.context) * rows / chip.flops,
+        "computing": (2 * active + attention * args.context) * rows / chip.flops,
     }
     decode = max(times.values()) + moved / chip.link
     prefill_times = {
         "reading weights": weights * itemsize / chip.bandwidth,
-        "computing": rows * tokens * (2 * weights + attention * tokens / 2) / chip.flops,
+        "computing": rows * tokens * (2 * active + attention * tokens / 2) / chip.flops,
     }
     prefill = max(prefill_times.values()) + prefill_moved / chip.link
     counts = {}

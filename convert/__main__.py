@@ -7,8 +7,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,8 @@ from convert.tensors import DTYPES, same_bits
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
 from jaxgen.core.model.quantization import CHOICES, all_built_in
 from jaxgen.errors import ConfigError, JaxgenError, JaxgenWarning, one_line
+from jaxgen.gguf.container import read_gguf
+from jaxgen.gguf.installed import gguf_file
 
 PROGRAM = "python -m convert"
 
@@ -56,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Convert the source checkpoint shard by shard, check the result if asked to, and return the exit status."""
-    source, target = Path(options.source), Path(options.destination)
+    source, target = gguf_file(options.source) or Path(options.source), Path(options.destination)
     inner, outer = source.resolve(), target.resolve()
     if inner == outer:
         raise CheckpointError([f"SRC and DST are both {inner}: choose another DST"])
@@ -114,13 +117,18 @@ def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> 
 
 def list_tensors(path: Path) -> None:
     """Print every tensor's name, dtype, shape and size in bytes, followed by the totals."""
-    kind = stored_kind(checkpoint_directory(path), all_built_in())
-    tensors, _, problems = find_tensors(path, file_stem(kind))
-    if problems:
-        raise CheckpointError(problems)
+    tensors: Mapping[str, Any]
+    if (file := gguf_file(path)) is not None:
+        tensors = read_gguf(file).tensors
+        types = {name: tensor.type for name, tensor in tensors.items()}
+    else:
+        kind = stored_kind(checkpoint_directory(path), all_built_in())
+        tensors, _, problems = find_tensors(path, file_stem(kind))
+        if problems:
+            raise CheckpointError(problems)
+        types = {name: tensor.dtype for name, tensor in tensors.items()}
     rows = [
-        (name, tensors[name].dtype, str(list(tensors[name].shape)), f"{tensors[name].nbytes:,}")
-        for name in in_order(tensors)
+        (name, types[name], str(list(tensors[name].shape)), f"{tensors[name].nbytes:,}") for name in in_order(tensors)
     ]
     size = sum(tensor.nbytes for tensor in tensors.values())
     files = len({tensor.file for tensor in tensors.values()})
@@ -138,7 +146,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--check afterwards needs memory for two copies of a tensor.",
     )
     add = parser.add_argument
-    add("source", metavar="SRC", help="a local checkpoint directory")
+    add("source", metavar="SRC", help="a local checkpoint directory, or a GGUF file")
     add("destination", metavar="DST", nargs="?", help="the directory to write")
     add(
         "--dtype",

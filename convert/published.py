@@ -22,28 +22,32 @@ _OTHER_HEADS = re.compile(r"(v_head|value_head|score)\..+")  # of TRL and of tra
 
 
 def read_configs(
-    path: Path, config: dict[str, Any], generation: dict[str, Any] | None
+    path: Path, config: dict[str, Any], generation: dict[str, Any] | None, source: Path | None = None
 ) -> tuple[ModelConfig | None, GenerationConfig | None, list[str], list[str]]:
-    """Return the model config and the generation config (each None if invalid), a list of problems, and notes."""
+    """Return the model config and the generation config (each None if invalid), a list of problems, and notes.
+
+    `source` is the file that contains `config`, by default config.json in the directory `path`.
+    """
+    own = source or path / "config.json"
     problems: list[str] = []
     notes: list[str] = []
     model = cfg = None
     try:
         model, ignored = read_model(config)
-        notes += [f"config.json: {note}" for note in ignored]
+        notes += [f"{own.name}: {note}" for note in ignored]
     except (JaxgenError, TypeError) as error:
-        problems.append(f"{path / 'config.json'}: {error}")
-    source = "generation_config.json"
-    if generation is None:
-        source = "config.json"
+        problems.append(f"{own}: {error}")
+    if generation is not None:
+        own = path / "generation_config.json"
+    else:
         names = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model", "use_cache"}
         generation = {name: value for name, value in config.items() if name in names}
     try:
         options, ignored = usable_options(GenerationConfig, generation)
-        notes += [f"{source}: {note}" for note in ignored]
+        notes += [f"{own.name}: {note}" for note in ignored]
         cfg = GenerationConfig.from_hf(options, model=model)
     except (JaxgenError, TypeError) as error:
-        problems.append(f"{path / source}: {error}")
+        problems.append(f"{own}: {error}")
     return model, cfg, problems, notes
 
 

@@ -21,7 +21,7 @@ from jaxgen.core.model.weights import _contract
 from jaxgen.core.request.running.automaton_tables import GrammarTable, grammar_capacity
 from jaxgen.core.request.running.engine_sizes import EngineSizes
 from jaxgen.programs import Program
-from tests.support.communication import MODEL, check_communication
+from tests.support.communication import EXPERTS, MODEL, check_communication
 from tests.support.models import CONFIG
 from tests.support.slot_loops import COPY, ON_CHIP, copied_by_an_engine, copied_caches
 
@@ -32,6 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("name", ["greedy", "sampling", "slots", "beams"])
 def test_communication_of_a_step_on_a_tpu(name):
     check_communication(mesh_for(MODEL, "v5e:2x4", 2, 4), name)
+
+
+def test_communication_of_a_step_with_experts_on_a_tpu():
+    program = check_communication(mesh_for(EXPERTS, "v5e:2x4", 2, 4), "greedy", EXPERTS)
+    assert "[4,72,1024]" in program
+    assert "[16,72,1024]" not in program
 
 
 def test_no_loop_copies_the_cache_of_slots_on_a_tpu():

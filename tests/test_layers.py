@@ -11,7 +11,7 @@ import jaxgen
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"model", "errors", "json_file", "utf8_text", "buckets", "shapes", "control", "cpu", "version"},
+    {"model", "errors", "json_file", "utf8_text", "buckets", "shapes", "control", "cpu", "version", "gguf"},
     {"memory", "remote", "programs", "compile_cache", "progress", "recompilation", "text"},
     {"arguments"},
     {"config", "grammar"},

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ from tests.support.two_processes import OPTIONS, PROMPTS, grammar
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
+EXPERTS = model_config(
+    **{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "num_attention_heads": 8, "head_dim": 8},
+    **{"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0, eos_token_id=1)
 IDS = np.arange(3, 30, dtype=np.int32).reshape(3, 9)
 
@@ -71,32 +76,39 @@ def test_a_process_that_cannot_write_stops_all(tmp_path, both):
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
-def test_two_processes_generate_and_save(tmp_path, both, shape):
-    params = random_params(MODEL, scale=0.2)
-    save_hf(params, CFG, tmp_path / "one")
+@pytest.mark.parametrize(
+    ("shape", "model"),
+    [((2, 4), MODEL), ((1, 8), MODEL), ((2, 4), EXPERTS), ((1, 8), EXPERTS)],
+    ids=["2x4", "1x8", "2x4-experts", "1x8-experts"],
+)
+def test_two_processes_generate_and_save(tmp_path, both, shape, model):
+    params, given = random_params(model, scale=0.2), CFG.replace(model=model)
+    save_hf(params, given, tmp_path / "one")
     first, second = both("generate", shape, tmp_path / "one", tmp_path / "two")
 
     for name, options in OPTIONS.items():
-        cfg = CFG.replace(**options)
+        cfg = given.replace(**options)
         out = generate(params, IDS, jax.random.key(4) if cfg.do_sample else None, cfg)
         assert first[name] == second[name] == np.asarray(out.sequences).tolist()
     best = np.asarray(out.scores).max(axis=-1)
     np.testing.assert_allclose(first["best"], best, atol=2e-3)
-    again = generate(params, IDS[:, :2], None, CFG, cache=out.cache)
+    again = generate(params, IDS[:, :2], None, given, cache=out.cache)
     assert first["again"] == second["again"] == np.asarray(again.sequences).tolist()
-    np.testing.assert_allclose(first["score"], score(params, IDS[:2], CFG).logprobs, atol=2e-3)
+    np.testing.assert_allclose(first["score"], score(params, IDS[:2], given).logprobs, atol=2e-3)
     assert "max_time cannot stop several processes" in first["max_time"]
     assert "the cache is divided over several processes" in first["to_hf"]
 
-    # On the mesh (2, 4), each process has the whole model; on (1, 8), half of each matrix. No byte is read twice.
+    # On the mesh (2, 4), each process has the whole model; on (1, 8), half of each matrix except the routers', or half
+    # of the experts. No byte is read twice.
+    flat = flax.traverse_util.flatten_dict(params, sep=".")
     matrices, others = (
-        sum(x.nbytes for x in jax.tree.leaves(params) if (x.ndim > 1) is is_matrix) for is_matrix in (True, False)
+        sum(x.nbytes for name, x in flat.items() if (x.ndim > 1 and ".gate." not in name) is is_matrix)
+        for is_matrix in (True, False)
     )
     share = matrices + others if shape == (2, 4) else matrices / 2 + others
     assert max(first["read"], second["read"]) <= share
     saved, cfg = load_hf(tmp_path / "two")
-    assert cfg == CFG.replace(max_new_tokens=6)
+    assert cfg == given.replace(max_new_tokens=6)
     jax.tree.map(np.testing.assert_array_equal, saved, params)
     assert first["again_saved"] == second["again_saved"] == "CheckpointError"
 

@@ -100,7 +100,8 @@ def _add_sources(command: arguments.Parser) -> None:
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
-    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint: its directory, its URL, or its id on the hub")
+    model = "a Hugging Face checkpoint or a GGUF file: its path, its URL, or its id on the hub; or smollm2"
+    add("-m", "--model", metavar="PATH", help=model)
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     bits = "round the weights to 8 bits (half the memory, and faster for a few rows) or 4 bits; none: convert them back"

@@ -15,6 +15,11 @@ ASSISTANTS = {
     "qwen2-mqa": ("qwen2-mqa",),
     "llama-mqa-linear": ("llama-mqa-linear",),
 }
+EXPERT_ASSISTANTS = {  # the model, the assistant or both have experts
+    "qwen2-moe": ("llama-mha", "qwen2-moe"),
+    "mixtral": ("qwen2-mqa", "mixtral"),
+    "llama-mha": ("qwen2-moe",),
+}
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
@@ -42,12 +47,18 @@ def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None
             prompt[-1] = min(set(range(vocab)) - ids)
 
 
-def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
+def assisted_goldens(
+    oracles: dict[str, Oracle],
+    lookup: bool,
+    rng: np.random.Generator,
+    assistants: dict[str, tuple[str, ...]] = ASSISTANTS,
+    count: int = SETS,
+) -> list[dict]:
     """Return a list of option sets, each with its cases. `near_tie`: in float64, different tokens are generated."""
     sets = []
-    for number in range(SETS):
-        name = list(ASSISTANTS)[number % len(ASSISTANTS)]
-        oracle, assistant = oracles[name], None if lookup else str(rng.choice(ASSISTANTS[name]))
+    for number in range(count):
+        name = list(assistants)[number % len(assistants)]
+        oracle, assistant = oracles[name], None if lookup else str(rng.choice(assistants[name]))
         prompts = [draw_prompt(oracle.vocab, lookup, rng) for _ in range(CASES)]
         options = draw_drafts(lookup, number, rng) | draw_eos(oracle.vocab, number, rng)
         if lookup:

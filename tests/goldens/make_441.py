@@ -9,9 +9,9 @@ import pathlib
 
 import numpy as np
 import torch
-from assisted_441 import assisted_goldens
+from assisted_441 import EXPERT_ASSISTANTS, assisted_goldens
 from bounds_441 import write_bounds
-from modes_441 import beam_goldens, constrained_goldens, contrastive_goldens
+from modes_441 import beam_goldens, constrained_goldens, contrastive_goldens, first_score_goldens
 from options_441 import LONGEST, option_goldens, prepared_lists
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
 from outputs_441 import output_goldens
@@ -265,8 +265,8 @@ def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dic
     return cases, arrays
 
 
-def make_experts(seed: int, out: pathlib.Path) -> None:
-    """Make the goldens of models with experts."""
+def make_experts(seed: int, out: pathlib.Path, dense: dict[str, Oracle]) -> None:
+    """Make the goldens of models with experts. `dense` has models that draft for them."""
     oracles = {}
     for i, (name, checkpoint) in enumerate(EXPERTS.items()):
         rng = np.random.default_rng([seed, 13, i])
@@ -279,6 +279,13 @@ def make_experts(seed: int, out: pathlib.Path) -> None:
     write_lines(out / "expert_greedy.json", groups)
     write_lines(out / "expert_beams.json", beam_goldens(oracles, False, np.random.default_rng([seed, 15]), 6))
     write_lines(out / "expert_contrastive.json", contrastive_goldens(oracles, np.random.default_rng([seed, 16]), 4))
+    write_lines(out / "expert_group_beams.json", beam_goldens(oracles, True, np.random.default_rng([seed, 17]), 4))
+    write_lines(out / "expert_constrained.json", constrained_goldens(oracles, np.random.default_rng([seed, 18]), 4))
+    write_lines(out / "expert_sampling.json", first_score_goldens(oracles, np.random.default_rng([seed, 19]), 6))
+    for i, (name, lookup) in enumerate({"expert_assisted": False, "expert_prompt_lookup": True}.items()):
+        rng = np.random.default_rng([seed, 20, i])
+        drafts = assisted_goldens(dense | oracles, lookup, rng, EXPERT_ASSISTANTS, 6)
+        write_lines(out / f"{name}.json", drafts)
 
 
 def main() -> None:
@@ -324,7 +331,7 @@ def main() -> None:
     write_lines(out / "constrained.json", constrained_goldens(oracles, np.random.default_rng([seed, 10])))
 
     write_bounds(out, [seed, 12])
-    make_experts(seed, out)
+    make_experts(seed, out, oracles)
 
 
 if __name__ == "__main__":

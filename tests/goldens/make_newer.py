@@ -13,10 +13,10 @@ from oracle import (
     Checkpoint,
     Oracle,
     forward_goldens,
-    generate,
     greedy_run,
     run_assisted,
     run_beams,
+    scores_case,
     shape,
     start,
     write_lines,
@@ -271,6 +271,7 @@ EXPERTS = {  # with the loss of the router
         ),
     ),
 }
+DRAFTS = {"qwen3-moe": "llama-llama3", "qwen3-moe-steps": "qwen3-tied"}  # assistants with the same vocabulary
 OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # saved with config.json as written by releases before 5
 
 
@@ -316,11 +317,6 @@ def mode_goldens(name: str, oracle: Oracle, assistant: Oracle, rng: np.random.Ge
         found, exact = (run_beams(oracle, prompt, options, double) for double in (False, True))
         return found | {"near_tie": exact["sequences"] != found["sequences"]}
 
-    def scores(prompt: list[int], options: dict) -> dict:
-        found, exact = (first_scores(oracle, prompt, options, double) for double in (False, True))
-        near = [score is None for score in found] != [score is None for score in exact]
-        return {"first_scores": found, "near_tie": near}
-
     runs = {
         "beams": (beams, lambda prompt: searched(prompt, beams)),
         "prompt_lookup": (
@@ -328,18 +324,12 @@ def mode_goldens(name: str, oracle: Oracle, assistant: Oracle, rng: np.random.Ge
             lambda prompt: tokens(prompt, lookup, None),
         ),
         "assisted": (assisted := base | drafts, lambda prompt: tokens(prompt, assisted, assistant)),
-        "sampling": (sampling, lambda prompt: scores(prompt, sampling)),
+        "sampling": (sampling, lambda prompt: scores_case(oracle, prompt, sampling)),
     }
     return [
         {"checkpoint": name, "mode": mode, "options": options, "cases": [{"ids": ids} | run(ids) for ids in prompts]}
         for mode, (options, run) in runs.items()
     ]
-
-
-def first_scores(oracle: Oracle, ids: list[int], options: dict, double: bool) -> list[float | None]:
-    """Return the processed scores of the first sampled token; None stands for -inf."""
-    scores = generate(oracle, ids, options | {"max_new_tokens": 1}, double).scores[0][0].tolist()
-    return [None if score == -np.inf else score for score in scores]
 
 
 def make(
@@ -364,11 +354,16 @@ def make(
 
 def make_experts(seed: int, out: pathlib.Path) -> None:
     """Make the goldens of models with experts."""
-    groups = []
+    groups, modes = [], []
     for i, (name, checkpoint) in enumerate(EXPERTS.items()):
         rng = np.random.default_rng([seed, 4, i])
-        groups.append(make(out, name, checkpoint, rng, full=True, output_router_logits=True)[1])
+        oracle, greedy = make(out, name, checkpoint, rng, full=True, output_router_logits=True)
+        groups.append(greedy)
+        assistant = Oracle(out / "checkpoints" / DRAFTS[name])
+        for run in mode_goldens(name, oracle, assistant, np.random.default_rng([seed, 5, i])):
+            modes.append(run | {"assistant": DRAFTS[name] if run["mode"] == "assisted" else None})
     write_lines(out / "expert_greedy.json", groups)
+    write_lines(out / "expert_modes.json", modes)
 
 
 def main() -> None:

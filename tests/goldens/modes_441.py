@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from options_441 import LONGEST, VALUES, Material
-from oracle import Oracle, run_beams, run_tokens
+from oracle import Oracle, run_beams, run_tokens, scores_case
 from transformers import ConstrainedBeamSearchScorer
 
 BEAM_SETS, GROUP_SETS, CONSTRAINED_SETS, CONTRASTIVE_SETS, CASES = 40, 15, 15, 15, 4
@@ -142,10 +142,12 @@ def all_indices() -> Iterator[None]:
         ConstrainedBeamSearchScorer.finalize = original
 
 
-def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
+def constrained_goldens(
+    oracles: dict[str, Oracle], rng: np.random.Generator, count: int = CONSTRAINED_SETS
+) -> list[dict]:
     """Return a list of option sets, each with its cases."""
     sets = []
-    for number, name, prompts in draw_prompts(oracles, CONSTRAINED_SETS, rng):
+    for number, name, prompts in draw_prompts(oracles, count, rng):
         oracle = oracles[name]
         material = Material(oracle, prompts, 3, rng)
         options = draw_beams(number, False, rng) | draw_eos(oracle.vocab, number, rng)
@@ -182,4 +184,18 @@ def contrastive_goldens(
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
         if cases:  # no case is left if each prompt got a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
+    return sets
+
+
+def first_score_goldens(oracles: dict[str, Oracle], rng: np.random.Generator, count: int) -> list[dict]:
+    """Return a list of option sets for sampling, each with its cases; see `scores_case`."""
+    sets = []
+    for number, name, prompts in draw_prompts(oracles, count, rng):
+        oracle = oracles[name]
+        options = draw_eos(oracle.vocab, number, rng)
+        options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
+        options |= {"do_sample": True, "temperature": round(float(rng.uniform(0.5, 2)), 3), "max_new_tokens": 8}
+        options |= {"top_k": int(rng.integers(5, 60)), "top_p": round(float(rng.uniform(0.5, 0.98)), 3)}
+        cases = [scores_case(oracle, prompt, options) for prompt in prompts]
+        sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

@@ -145,6 +145,9 @@ def forward_goldens(
         arrays |= {"labels": options["labels"].astype(np.int32), "loss": out.loss.numpy()}
         arrays["hidden_states"] = torch.stack(out.hidden_states).numpy() * real[None, :, :, None]
         arrays["attentions"] = torch.stack(out.attentions).numpy() * real[None, :, None, :, None]
+        if more.get("output_router_logits"):
+            router_logits = torch.stack(out.router_logits).reshape(-1, *ids.shape, out.router_logits[0].shape[-1])
+            arrays["router_logits"] = router_logits.numpy() * real[None, :, :, None]
     return arrays
 
 
@@ -217,6 +220,19 @@ def run_assisted(
             setattr(draft.generation_config, name, options[name])
         options = options | {"assistant_model": draft.double() if double else draft}
     return run_tokens(oracle, ids, options, double)
+
+
+def first_scores(oracle: Oracle, ids: list[int], options: dict, double: bool) -> list[float | None]:
+    """Return the processed scores of the first sampled token; None stands for -inf."""
+    scores = generate(oracle, ids, options | {"max_new_tokens": 1}, double).scores[0][0].tolist()
+    return [None if score == -np.inf else score for score in scores]
+
+
+def scores_case(oracle: Oracle, ids: list[int], options: dict) -> dict:
+    """Return a case with `first_scores`. `near_tie` means that a run in float64 bans different tokens."""
+    found, exact = (first_scores(oracle, ids, options, double) for double in (False, True))
+    near = [score is None for score in found] != [score is None for score in exact]
+    return {"ids": ids, "first_scores": found, "near_tie": near}
 
 
 def write_lines(path: pathlib.Path, items: list[dict]) -> None:

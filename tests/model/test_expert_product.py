@@ -145,7 +145,7 @@ def test_a_loop_on_a_cpu_copies_few_matrices(count, kind):
     experts, features, columns = 32, 256, 512
     weight = jax.ShapeDtypeStruct((experts, features, columns), kind)
     rows = jax.ShapeDtypeStruct((count, columns), "float32" if kind == "float32" else "bfloat16")
-    multiply = functools.partial(expert_product._product, divided=False, portable=False)
+    multiply = functools.partial(expert_product._product, form=expert_product._Form(divided=False))
 
     def steps(rows, chosen, weight):
         def step(_, x):

@@ -16,7 +16,6 @@ from jaxgen import (
     fuse_projections,
     generate,
     score,
-    shard_params,
 )
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.training import lora
@@ -285,21 +284,3 @@ def test_each_row_alone_gives_the_tokens_of_the_batch(name):
 def test_drafts_do_not_change_the_tokens(name):
     out = generate(PARAMS, IDS, None, CFG.replace(**MODES[name]))
     np.testing.assert_array_equal(out.sequences, generate(PARAMS, IDS, None, CFG).sequences)
-
-
-@pytest.mark.parametrize("shape", [(1, 2), *slow(((2, 4),))])
-def test_mesh(shape):
-    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
-    params = shard_params(PARAMS, MODEL, jax.sharding.Mesh(devices, ("data", "model")))
-    experts = params["model"]["layers"]["0"]["mlp"]["experts"]
-    assert experts["up_proj"]["weight"].addressable_shards[0].data.shape == (6, 20 // shape[1], 32)
-    assert experts["down_proj"]["weight"].addressable_shards[0].data.shape == (6, 32, 20 // shape[1])
-    out = generate(params, IDS, None, CFG)
-    np.testing.assert_array_equal(out.sequences, generate(PARAMS, IDS, None, CFG).sequences)
-
-
-def test_mesh_that_does_not_divide_the_experts_is_refused():
-    model = model_config(**QWEN3 | {"moe_intermediate_size": 21, "intermediate_size": 47})
-    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2])
-    with pytest.raises(InputError, match=r"moe_intermediate_size=21, .*: it must be one of \[1\]"):
-        shard_params(random_params(model), model, mesh)

@@ -12,9 +12,11 @@ from jaxgen.core.model.causal_lm import forward, hidden
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated
 
-RUNS = json.loads((GOLDENS / "newer" / "modes.json").read_text())
+RUNS = [
+    run for file in ("modes", "expert_modes") for run in json.loads((GOLDENS / "newer" / f"{file}.json").read_text())
+]
 FAMILIES = sorted({run["checkpoint"] for run in RUNS})
-ASSISTANT = "llama-llama3"  # the first checkpoint of make_newer.py
+ASSISTANT = "llama-llama3"  # the first checkpoint of make_newer.py; models with experts name their own
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceeds the budget")
 
@@ -48,7 +50,7 @@ def test_drafts(run):
     params, cfg, ids, mask = prepare("newer", run)
     more = {}
     if run["mode"] == "assisted":
-        more["assistant"] = load(GOLDENS / "newer" / "checkpoints" / ASSISTANT)
+        more["assistant"] = load(GOLDENS / "newer" / "checkpoints" / run.get("assistant", ASSISTANT))
     out = generate(params, ids, None, cfg, attention_mask=mask, **more)
     for row, case in enumerate(run["cases"]):
         assert case["near_tie"] or generated(out, row) == case["tokens"]

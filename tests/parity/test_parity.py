@@ -142,6 +142,11 @@ def test_hidden_states_attentions_and_loss(folder, options):
     np.testing.assert_allclose(
         states[:, real], golden["hidden_states"][:, real], rtol=0, atol=1e-4 * np.abs(golden["hidden_states"]).max()
     )
+    if options:
+        found = np.stack([np.asarray(x) for x in out.router_logits])
+        expected = golden["router_logits"]
+        tolerance = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(found[:, real], expected[:, real], rtol=0, atol=tolerance)
     weights = np.stack([np.asarray(x) for x in out.attentions])
     for row in range(3):
         np.testing.assert_allclose(

@@ -79,6 +79,8 @@ class RMSNorm(nn.Module):
         rule = self.cfg.family.norms
         init = nn.initializers.zeros if rule.unit_offset else nn.initializers.ones
         weight = parameter(self, "weight", x.shape[-1:], init, self.cfg.dtype)
+        if x.ndim == 4:  # with rows and heads merged, each device of a mesh would gather the heads of all
+            return self._normed(x, weight)
         return workarounds.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
     def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
@@ -89,7 +91,7 @@ class RMSNorm(nn.Module):
         else:
             wide = wide.astype(rows.dtype)
         factor = 1 + weight if rule.unit_offset else weight
-        return (factor[None, :] * wide).astype(rows.dtype)
+        return (factor.reshape(*[1] * (rows.ndim - 1), -1) * wide).astype(rows.dtype)
 
 
 class Embedding(nn.Module):

@@ -16,11 +16,14 @@ class Context:
         adapter: int32[B], the index of each row's adapter, or -1 for a row without an adapter; None if no row has an
             adapter.
         portable: whether the program may run on a different kind of CPU, as an exported program may; static.
+        expert_parts: the number of devices over which the experts of a layer are divided, where a product sees only
+            those of one device; otherwise 1; static.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)
     adapter: jax.Array | None = None
     portable: bool = flax.struct.field(pytree_node=False, default=False)
+    expert_parts: int = flax.struct.field(pytree_node=False, default=1)
 
 
 NO_CONTEXT = Context()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -47,12 +47,13 @@ def product_of_experts(
 
     Products are accumulated in float32. For at most E rows, only the matrices of the chosen experts are read, unless
     `context` says that the weight is split across a mesh. A row's result does not depend on the other rows. It may
-    depend on whether there are more than E rows, because the sums are then computed in a different order.
+    depend on whether there are more than E rows, because the sums are then computed in a different order. Where the
+    weight is one device's part of the experts (`context.expert_parts`), these rows and E are those of all devices.
 
     Args:
         rows: [n, D].
-        experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and reads no matrix, so a device
-            that stores only some of the experts can multiply by these.
+        experts: int32[n]. A row whose expert is outside [0, E) becomes a row of zeros and, except on a GPU, reads no
+            matrix, so a device that stores only some of the experts can multiply by these.
         weight: [E, F, D], an array of floats or of 8-bit integers, or an `ExpertWeight`.
         context: information about this pass through the model.
 
@@ -63,38 +64,45 @@ def product_of_experts(
         return weight.product_of_experts(rows, experts, context)
     if isinstance(weight, Weight):
         raise TypeError(f"a weight of type {type(weight).__name__} cannot represent experts: use an array of floats")
-    return _product(*alike(rows, experts, weight), context.divided, context.portable)  # pyright: ignore
+    form = _Form(context.divided, context.portable, context.expert_parts)
+    return _product(*alike(rows, experts, weight), form)  # pyright: ignore
 
 
 # --- Products and their gradients -------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(
-    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
-) -> jax.Array:
+class _Form(NamedTuple):
+    """The fields of a `Context` that decide how a product is computed."""
+
+    divided: bool | None
+    portable: bool = False
+    parts: int = 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(rows: jax.Array, experts: jax.Array, matrices: jax.Array, form: _Form) -> jax.Array:
     """Multiply using the platform's implementation; the gradient multiplies in the operands' dtype."""
-    if divided:  # a loop over matrices would gather all of them on each device
-        return _in_rounds(rows, experts, matrices, 2)
-    few = at_most(rows.shape[0], matrices.shape[0])
-    one_piece = workarounds.in_one_piece(divided)
-    on_cpu = functools.partial(_on_cpu, axis=2, lanes=few and one_piece, portable=portable) if one_piece else _plain
-    if not few:
-        return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, default=_plain)
-    return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, tpu=_one_by_one, default=_gathered)
-
-
-def _plain(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax.Array:
-    return _in_rounds(rows, experts, matrices, 2)
+    by_rounds = functools.partial(in_rounds, axis=2, parts=form.parts)
+    if form.divided:  # a loop over matrices would gather all of them on each device
+        return by_rounds(rows, experts, matrices)
+    count = matrices.shape[0]
+    few = at_most(rows.shape[0], count * form.parts)
+    on_cpu = by_rounds
+    if workarounds.in_one_piece(form.divided):
+        on_cpu = functools.partial(_on_cpu, axis=2, lanes=few, portable=form.portable)
+    on_tpu = _one_by_one if few else by_rounds
+    # On a GPU, rows without an expert on this device cost as much as the others.
+    on_gpu = _gathered if few and at_most(rows.shape[0], count) else by_rounds
+    return lax.platform_dependent(rows, experts, matrices, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def _keep_operands(
-    rows: jax.Array, experts: jax.Array, matrices: jax.Array, divided: bool | None, portable: bool
+    rows: jax.Array, experts: jax.Array, matrices: jax.Array, form: _Form
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _product(rows, experts, matrices, divided, portable), (rows, experts, matrices)
+    return _product(rows, experts, matrices, form), (rows, experts, matrices)
 
 
-def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple:
+def _gradients(form: _Form, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple:
     """Differentiate with respect to the rows and the matrices; 8-bit matrices have no gradient.
 
     Beside the gradients, this stores the matrices' gradient in float32, and nothing else of its size.
@@ -102,16 +110,17 @@ def _gradients(divided: bool | None, portable: bool, operands: tuple[jax.Array, 
     rows, experts, matrices = operands
     is_integer = jnp.issubdtype(matrices.dtype, jnp.integer)
     change = change.astype(rows.dtype if is_integer else matrices.dtype)
-    in_rounds = functools.partial(_in_rounds, axis=1)
-    if not workarounds.in_one_piece(divided):
-        to_rows = in_rounds(change, experts, matrices)
+    by_rounds = functools.partial(in_rounds, axis=1, parts=form.parts)
+    if not workarounds.in_one_piece(form.divided):
+        to_rows = by_rounds(change, experts, matrices)
     else:
-        on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=portable)
-        to_rows = lax.platform_dependent(change, experts, matrices, cpu=on_cpu, default=in_rounds)
+        on_cpu = functools.partial(_on_cpu, axis=1, lanes=False, portable=form.portable)
+        to_rows = lax.platform_dependent(change, experts, matrices, cpu=on_cpu, default=by_rounds)
     if is_integer:
         to_matrices = np.zeros(matrices.shape, jax.dtypes.float0)
     else:
-        to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0]).astype(matrices.dtype)
+        to_matrices = _sums_of_products(change, rows, experts, matrices.shape[0], form.parts)
+        to_matrices = to_matrices.astype(matrices.dtype)
     return to_rows.astype(rows.dtype), np.zeros(experts.shape, jax.dtypes.float0), to_matrices
 
 
@@ -147,7 +156,7 @@ def _groups(experts: jax.Array, count: int) -> _Groups:
 # --- Implementations --------------------------------------------------------------------------------------------------
 
 
-def _contract(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+def contract(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """Contract `rows [..., n, D]` with an axis of `matrix [..., F, D]`; any leading axis is a batch."""
     batch = tuple(range(matrix.ndim - 2))
     dimensions = (((rows.ndim - 1,), (axis - 3 + matrix.ndim,)), (batch, batch))
@@ -171,23 +180,26 @@ def _on_cpu(
     of the matrix in float32 are faster, and they are exact.
     """
     if lanes and workarounds.fits_lanes(1, rows.shape[1]):
-        return _in_tiles(rows.astype(jnp.float32), experts, matrices, axis, 1, workarounds.lane_product)
+        return in_tiles(rows.astype(jnp.float32), experts, matrices, axis, 1, workarounds.lane_product)
     narrow = "amx_bf16" in cpu_flags() and not portable
 
     def multiply(rows: jax.Array, matrix: jax.Array) -> jax.Array:
         if not narrow:
             rows, matrix = rows.astype(jnp.float32), matrix.astype(jnp.float32)
         if axis == 1:
-            return _contract(rows, _floats(matrix, rows), axis)
-        return workarounds.weight_first(functools.partial(_contract, axis=2), rows, _floats(matrix, rows))
+            return contract(rows, _floats(matrix, rows), axis)
+        return workarounds.weight_first(functools.partial(contract, axis=2), rows, _floats(matrix, rows))
 
-    return _in_tiles(rows, experts, matrices, axis, _TILE, multiply)
+    return in_tiles(rows, experts, matrices, axis, _TILE, multiply)
 
 
-def _in_tiles(
-    rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int, size: int, multiply: Callable
+def in_tiles(
+    rows: jax.Array, experts: jax.Array, matrices: Any, axis: int, size: int, multiply: Callable, branch: bool = True
 ) -> jax.Array:
     """Multiply in a loop over tiles of up to `size` rows of one expert. Experts without rows have no tiles.
+
+    `matrices` is an array, or a packed weight whose arrays have a first axis for experts. With `branch`, a
+    tile is multiplied in a branch of a conditional, as a CPU needs.
 
     The last tile of an expert may reach into the rows of the next one. The next tile replaces these results.
     """
@@ -197,14 +209,18 @@ def _in_tiles(
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     rows = jnp.pad(rows[groups.order], ((0, size), (0, 0)))
 
-    def tile_product(rows: jax.Array, matrices: jax.Array, expert: jax.Array) -> jax.Array:
-        return multiply(rows, lax.dynamic_index_in_dim(matrices, expert, keepdims=False))
+    def tile_product(rows: jax.Array, matrices: Any, expert: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, expert, keepdims=False), matrices)
+        return multiply(rows, own)
 
     def step(tile: jax.Array, out: jax.Array) -> jax.Array:
         expert = jnp.sum(ends <= tile, dtype=jnp.int32)
         first = groups.starts[expert] + (tile - ends[expert] + tiles[expert]) * size
         part = lax.dynamic_slice_in_dim(rows, first, size)
-        part = workarounds.in_branch(tile_product, part, matrices, expert)
+        if branch:
+            part = workarounds.in_branch(tile_product, part, matrices, expert)
+        else:
+            part = tile_product(part, matrices, expert)
         return lax.dynamic_update_slice_in_dim(out, part, first, 0)
 
     out = jnp.zeros((count + size, matrices.shape[3 - axis]), jnp.float32)
@@ -235,14 +251,14 @@ def _one_by_one(rows: jax.Array, experts: jax.Array, matrices: jax.Array) -> jax
     def step(i: jax.Array, out: jax.Array) -> jax.Array:
         place = groups.order[i]
         matrix = lax.dynamic_index_in_dim(matrices, experts[place], keepdims=False)
-        part = _contract(lax.dynamic_slice_in_dim(rows, place, 1), _floats(matrix, rows), 2)
+        part = contract(lax.dynamic_slice_in_dim(rows, place, 1), _floats(matrix, rows), 2)
         return lax.dynamic_update_slice_in_dim(out, part, place, 0)
 
     out = jnp.zeros((rows.shape[0], matrices.shape[1]), jnp.float32)
     return fori_loop(0, jnp.sum(groups.counts), step, out, (rows, experts, matrices, groups))
 
 
-def _slots(count: Any, experts: int) -> int:
+def slots_for(count: Any, experts: int) -> int:
     """Return the number of rows of one expert in a round: about twice the average, rounded up to a power of two."""
     if not isinstance(count, int):
         return _FEWEST_SLOTS
@@ -257,17 +273,18 @@ def _round(groups: _Groups, number: Any, slots: int, count: Any) -> jax.Array:
     return jnp.where(place < groups.counts[:, None], row, count)
 
 
-def _in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int) -> jax.Array:
+def in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: int, parts: int = 1) -> jax.Array:
     """Multiply in rounds, in which every expert multiplies up to a fixed number of its rows.
 
-    A round is one batched product that reads each matrix in place. Experts may be split across a mesh.
+    A round is one batched product that reads each matrix in place. Experts may be split across a mesh. `parts` is the
+    number of devices that the rows' experts are on, where `matrices` has those of one.
     """
-    count, slots = rows.shape[0], _slots(rows.shape[0], matrices.shape[0])
+    count, slots = rows.shape[0], slots_for(rows.shape[0], matrices.shape[0] * parts)
     groups = _groups(experts, matrices.shape[0])
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         chosen = _round(groups, number, slots, count)
-        part = _contract(_rows_at(rows, chosen), _floats(matrices, rows), axis)
+        part = contract(_rows_at(rows, chosen), _floats(matrices, rows), axis)
         return out.at[chosen].set(part, mode="drop")
 
     rounds = (jnp.max(groups.counts) + slots - 1) // slots
@@ -275,9 +292,9 @@ def _in_rounds(rows: jax.Array, experts: jax.Array, matrices: jax.Array, axis: i
     return fori_loop(0, rounds, step, out, (rows, matrices, groups))
 
 
-def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int) -> jax.Array:
+def _sums_of_products(change: jax.Array, rows: jax.Array, experts: jax.Array, count: int, parts: int) -> jax.Array:
     """Sum the outer products of `change [n, F]` and `rows [n, D]` for each expert, as float32[E, F, D]."""
-    slots, groups = _slots(rows.shape[0], count), _groups(experts, count)
+    slots, groups = slots_for(rows.shape[0], count * parts), _groups(experts, count)
 
     def step(number: jax.Array, out: jax.Array) -> jax.Array:
         chosen = _round(groups, number, slots, rows.shape[0])

@@ -5,6 +5,10 @@ Additional dimensions: E experts, k experts per token, I width of an expert, n t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import flax.struct
 import jax
@@ -14,8 +18,9 @@ from jax import lax
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.config import ModelConfig
 from jaxgen.core.model.context import Context
+from jaxgen.core.model.expert_parts import sum_over_devices
 from jaxgen.core.model.expert_product import product_of_experts
-from jaxgen.core.model.feed_forward import MLP, Linear, gated_activation, project
+from jaxgen.core.model.feed_forward import FUSED, MLP, Linear, gated_activation
 from jaxgen.core.model.weights import parameter
 
 
@@ -49,14 +54,7 @@ class SparseMLP(nn.Module):
         """
         cfg = self.cfg
         logits = Linear(cfg.num_experts or 0, False, cfg, name="gate")(x, context)
-        weights, experts = _route(cfg, logits, experts)
-        outputs = Experts(cfg, name="experts")(x, experts, context).astype(jnp.float32)
-        terms = outputs * weights.astype(x.dtype).astype(jnp.float32)[..., None]
-        # Add in the router's order, in float32.
-        total = terms[:, :, 0]
-        for index in range(1, terms.shape[2]):
-            total = total + terms[:, :, index]
-        out = total.astype(x.dtype)
+        out, experts = Experts(cfg, name="experts")(x, logits, experts, context)
         if cfg.shared_expert_intermediate_size is not None:
             shared = MLP(cfg, cfg.shared_expert_intermediate_size, name="shared_expert")(x, context)
             gate = Linear(1, False, cfg, name="shared_expert_gate")(x, context)
@@ -81,30 +79,54 @@ class Experts(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
-        """Return the output of each of a token's experts as `[B, T, k, D]`, given `x [B, T, D]`."""
+    def __call__(
+        self, x: jax.Array, logits: jax.Array, experts: jax.Array | None, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the weighted sum of the outputs of each token's experts, `[B, T, D]`, and the experts, int32[B, T, k].
+
+        `x [B, T, D]`, the router's `logits [B, T, E]` and `experts` are as in `SparseMLP`.
+        """
         cfg, width = self.cfg, self.cfg.moe_intermediate_size or 0
-        pairs = jnp.repeat(x.reshape(-1, x.shape[-1]), experts.shape[-1], axis=0)
-        own = experts.reshape(-1)
-
-        def apply(width: int, name: str) -> jax.Array:
-            return ExpertLinear(width, cfg, name=name)(pairs, own, context)
-
-        gate, up = project(self, "gate_up_proj", (width, width), apply, is_fused=False)
-        gated = gated_activation(cfg.hidden_act)(gate, up)
-        return ExpertLinear(cfg.hidden_size, cfg, name="down_proj")(gated, own, context).reshape(*experts.shape, -1)
+        fused = "gate_up_proj"
+        names = (fused,) if self.has_variable("params", fused) else FUSED[fused]
+        first = [ExpertMatrices(2 * width // len(names), cfg.hidden_size, cfg, name=name)() for name in names]
+        last = ExpertMatrices(cfg.hidden_size, width, cfg, name="down_proj")()
+        route, add = functools.partial(_route, cfg), functools.partial(_add_outputs, gated_activation(cfg.hidden_act))
+        total, experts = sum_over_devices(route, add, (first, last), (x, logits, experts), context)
+        return total.astype(x.dtype), experts
 
 
-class ExpertLinear(nn.Module):
-    """A linear layer of each expert, with `weight [E, out, in]`."""
+class ExpertMatrices(nn.Module):
+    """The matrices of a linear layer of each expert: `weight [E, out, in]`."""
 
-    features: int
+    outputs: int
+    inputs: int
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
-        """Map `rows [n, in]` to `[n, out]`, each by the matrix of its own expert."""
+    def __call__(self) -> Any:
+        """Return the weight, an array or a `Weight`."""
         cfg = self.cfg
-        shape = (cfg.num_experts or 0, self.features, rows.shape[-1])
-        weight = parameter(self, "weight", shape, nn.initializers.normal(cfg.initializer_range), cfg.dtype)
-        return product_of_experts(rows, experts, weight, context).astype(rows.dtype)
+        shape = (cfg.num_experts or 0, self.outputs, self.inputs)
+        return parameter(self, "weight", shape, nn.initializers.normal(cfg.initializer_range), cfg.dtype)
+
+
+def _add_outputs(
+    activate: Callable, matrices: tuple, x: jax.Array, experts: jax.Array, weights: jax.Array, context: Context
+) -> jax.Array:
+    """Return the weighted sum of the outputs of each token's experts, as float32[B, T, D]; see `sum_over_devices`.
+
+    `matrices` has the matrices of the first layer, one or two per expert, and those of the last layer.
+    """
+    first, last = matrices
+    pairs = jnp.repeat(x.reshape(-1, x.shape[-1]), experts.shape[-1], axis=0)
+    own = experts.reshape(-1)
+    parts = [product_of_experts(pairs, own, weight, context).astype(x.dtype) for weight in first]
+    gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
+    outputs = product_of_experts(activate(gate, up), own, last, context).astype(x.dtype).reshape(*experts.shape, -1)
+    terms = outputs.astype(jnp.float32) * weights.astype(x.dtype).astype(jnp.float32)[..., None]
+    # Add in the router's order, in float32.
+    total = terms[:, :, 0]
+    for index in range(1, terms.shape[2]):
+        total = total + terms[:, :, index]
+    return total

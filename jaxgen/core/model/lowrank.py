@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.weights import Weight, look_up, map_rows, precision, product
+from jaxgen.core.model.weights import Weight, input_unit, look_up, map_rows, precision, product
 from jaxgen.shapes import repeat_rows
 
 
@@ -32,6 +32,11 @@ class _Updated:
     def dtype(self) -> Any:
         """The dtype of `weight`."""
         return self.weight.dtype
+
+    @property
+    def input_unit(self) -> int:
+        """The inputs can be split across a mesh at multiples of this number."""
+        return input_unit(self.weight)
 
     def _specs(self, spec: PartitionSpec) -> Any:
         return self.weight.specs(spec) if isinstance(self.weight, Weight) else spec

@@ -25,14 +25,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.config import ModelConfig
+from jaxgen.core.model.expert_parts import ALL_PARTS, AXES, is_by_expert
 from jaxgen.core.model.feed_forward import FUSED
 from jaxgen.core.model.layout import separate
-from jaxgen.core.model.weights import Weight
+from jaxgen.core.model.weights import Weight, input_unit
 from jaxgen.errors import InputError
 
-_AXES = ("data", "model", "copies")
-_ALL = ("model", "copies")
-_OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
+_OUTPUTS, _INPUTS = PartitionSpec(ALL_PARTS, None), PartitionSpec(None, ALL_PARTS)
 
 # The partitioning of each layer's matrix [out, in], by the layer's name. A layer's bias is split across the mesh in the
 # same way as the outputs of the layer's matrix. All other parameters are replicated.
@@ -66,21 +65,22 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     shape = dict(mesh.shape)
-    if not set(shape) <= set(_AXES):
+    if not set(shape) <= set(AXES):
         raise InputError(f"mesh must have the axes 'data' and 'model', got {list(shape)}")
-    order = [mesh.axis_names.index(name) for name in _AXES if name in shape]
+    order = [mesh.axis_names.index(name) for name in AXES if name in shape]
     devices = mesh.devices.transpose(order)
     parts = shape.get("model", 1) * shape.get("copies", 1)
     if not _fits(model, parts):
         allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]
-        sizes = _sizes(model) | {"num_key_value_heads": model.num_key_value_heads}
+        groups = [*_sizes(model), {"num_key_value_heads": model.num_key_value_heads}]
+        sizes = [" or ".join(f"{name}={size}" for name, size in group.items()) for group in groups]
         raise InputError(
             f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes "
-            f"({', '.join(f'{name}={size}' for name, size in sizes.items())}): it must be one of {allowed}"
+            f"({', '.join(sizes)}): it must be one of {allowed}"
         )
     heads = math.gcd(model.num_key_value_heads, parts)
     devices = devices.reshape(shape.get("data", 1), heads, parts // heads)
-    return Mesh(devices, _AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def shard_params(params: Any, cfg: Any, mesh: Mesh) -> Any:
@@ -124,40 +124,19 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
     """Return the sharding of each array of a parameter, in a tree with the parameter's structure."""
     layer, _, kind = name.rpartition(".")
     spec = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
+    shape = weight.shape if hasattr(weight, "shape") else weight
+    parts = mesh.shape["model"] * mesh.shape["copies"]
     if kind != "weight" and spec != REPLICATED:
         spec = PartitionSpec(spec[0])
-    if len(weight.shape if hasattr(weight, "shape") else weight) == 3:
-        spec = PartitionSpec(None, *spec)
-    if not isinstance(weight, Weight):
-        return NamedSharding(mesh, spec)
-    found = [jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight.specs(one)) for one in _alternatives(spec)]
-    return next((places for places in found if _is_divisible(weight, places)), found[-1])
-
-
-def _alternatives(spec: PartitionSpec) -> list[PartitionSpec]:
-    """Return the ways to divide a matrix, in the order in which they are tried.
-
-    A packed matrix cannot be divided along its inputs at arbitrary columns, because groups of columns share a scale. If
-    the parts do not consist of whole groups, the matrix is divided along its outputs or, failing that, replicated.
-    """
-    if len(spec) < 2 or spec[-1] is None:
-        return [spec]
-    return [spec, PartitionSpec(*spec[:-2], spec[-1], None), REPLICATED]
-
-
-def _is_divisible(weight: Any, places: Any) -> bool:
-    """Return True if each array of a weight can be divided as its sharding says."""
-    arrays, places = jax.tree.leaves(weight), jax.tree.leaves(places)
-    return all(
-        size % math.prod(place.mesh.shape[name] for name in _names(axis)) == 0
-        for x, place in zip(arrays, places, strict=True)
-        for size, axis in zip(x.shape, place.spec, strict=False)
-    )
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    """Return the names of the mesh's axes that divide one axis of an array."""
-    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+    elif len(shape) == 3 and is_by_expert(shape[0], parts):
+        spec = PartitionSpec(ALL_PARTS, None, None)
+    else:
+        if spec == _INPUTS and isinstance(weight, Weight) and shape[-1] % (parts * input_unit(weight)):
+            spec = REPLICATED if shape[-2] % parts else _OUTPUTS  # the parts would cut a group, or packed numbers
+        if len(shape) == 3:
+            spec = PartitionSpec(None, *spec)
+    specs = weight.specs(spec) if isinstance(weight, Weight) else spec
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def mesh_of(params: Any) -> Mesh | None:
@@ -169,7 +148,7 @@ def mesh_of(params: Any) -> Mesh | None:
     for leaf in jax.tree.leaves(params):
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(mesh, Mesh) and mesh.axis_names == _AXES:
+        if isinstance(mesh, Mesh) and mesh.axis_names == AXES:
             if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
                 raise InputError(
                     "jax.set_mesh has set a mesh with Explicit axes, and the parameters are on a mesh of their own: "
@@ -243,30 +222,32 @@ def sharded_top_k(
     def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows, _, width = x.shape
         best, place = lax.top_k(x, min(count, width))
-        first = lax.axis_index(_ALL) * width + jnp.arange(beams, dtype=jnp.int32)[None, :, None] * vocab
+        first = lax.axis_index(ALL_PARTS) * width + jnp.arange(beams, dtype=jnp.int32)[None, :, None] * vocab
         parts = (best, jnp.take_along_axis(values, place, axis=2), first + place)
-        best, *rest = (lax.all_gather(part, _ALL, axis=2, tiled=True).reshape(rows, -1) for part in parts)
+        best, *rest = (lax.all_gather(part, ALL_PARTS, axis=2, tiled=True).reshape(rows, -1) for part in parts)
         order = lax.top_k(best, count)[1]
         value, place = (jnp.take_along_axis(part, order, axis=1) for part in rest)
         return value, place
 
     values, over = x if values is None else values, None if rows % mesh.shape["data"] else "data"
-    divided, result = PartitionSpec(over, None, _ALL), PartitionSpec(over)
+    divided, result = PartitionSpec(over, None, ALL_PARTS), PartitionSpec(over)
     return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=result, check_vma=False)(x, values)
 
 
 def _fits(model: ModelConfig, parts: int) -> bool:
     """Return True if a model can be divided into this many parts."""
     heads = model.num_key_value_heads
-    return not any(size % parts for size in _sizes(model).values()) and (heads % parts == 0 or parts % heads == 0)
+    one_of = all(any(size % parts == 0 for size in sizes.values()) for sizes in _sizes(model))
+    return one_of and (heads % parts == 0 or parts % heads == 0)
 
 
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    """Return the sizes that the number of parts must divide, by their names."""
-    sizes = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
+def _sizes(model: ModelConfig) -> list[dict[str, int]]:
+    """Return groups of sizes, by their names. The number of parts must divide one size of each group."""
+    names: list[tuple[str, ...]] = [("num_attention_heads",), ("vocab_size",)]
     if not all(layer.experts for layer in model.layers):
-        sizes["intermediate_size"] = model.intermediate_size
-    if any(layer.experts for layer in model.layers):
-        widths = {name: getattr(model, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
-        sizes |= {name: width for name, width in widths.items() if width is not None}
-    return sizes
+        names.append(("intermediate_size",))
+    if model.sparse_layers:
+        names.append(("num_experts", "moe_intermediate_size"))
+        if model.shared_expert_intermediate_size is not None:
+            names.append(("shared_expert_intermediate_size",))
+    return [{name: getattr(model, name) for name in group} for group in names]

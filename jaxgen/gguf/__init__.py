@@ -1,0 +1,1 @@
+"""GGUF files: their metadata and their tables of tensors."""
