@@ -153,7 +153,7 @@ def test_packed_matrices_are_divided_over_a_mesh(name, tmp_path):
     layer = divided["model"]["layers"]["0"]["mlp"]
     rows = jax.tree.leaves(layer["up_proj"]["weight"])[0].addressable_shards[0].data.shape[0]
     assert rows == MODEL["intermediate_size"] // 2
-    # Three groups of inputs, or blocks of 16 and 8, cannot be divided by two, so down_proj is divided along its outputs.
+    # Three groups of inputs, or blocks of 16 and 8, cannot be halved, so down_proj is divided along its outputs.
     scales = layer["down_proj"]["weight"].scales
     assert scales.shape[-1] == (2 if name == "fp8" else 3)
     assert scales.addressable_shards[0].data.shape == (MODEL["hidden_size"] // 2, scales.shape[-1])
