@@ -78,12 +78,10 @@ def convert(options: argparse.Namespace) -> int:
         checkpoint = merge_adapter(checkpoint, options.merge_adapter)
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
-    dtypes = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
-    config = checkpoint.config | dict.fromkeys(dtypes, checkpoint.dtype(wanted).name)
+    dtype = checkpoint.dtype(wanted).name
     checkpoint = checkpoint.quantize(options.quantize).by_file_name()
-    if (kind := checkpoint.kind) and not hasattr(kind, "from_matrix"):
-        advice = " or ".join(f"--quantize {name}" for name in CHOICES)
-        raise ConfigError(f"{source} has {kind.title} matrices, which cannot be written as they are: add {advice}")
+    dtypes = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
+    config = checkpoint.config | dict.fromkeys(dtypes, dtype)
     sizes = checkpoint.sizes(wanted)
     progress = _Progress("writing", len(sizes))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from convert.experts import by_file_name
+from convert.packed.writing import config_of, in_files
 from convert.quantized import converted, kind_in, tensors_of
 from convert.tensors import DTYPES, STORED, Tensor
 from jaxgen.core.config.generation_config import GenerationConfig
@@ -83,8 +84,16 @@ class Checkpoint:
         return dataclasses.replace(self, weights=weights)
 
     def by_file_name(self) -> Checkpoint:
-        """Return a checkpoint whose weights have their names in files, with a weight for each matrix of an expert."""
-        return dataclasses.replace(self, weights=by_file_name(self.weights, self.cfg.model))
+        """Return a checkpoint whose weights have their names and forms in files, and the config that describes them.
+
+        There is a weight for each matrix of an expert.
+
+        Raises:
+            CheckpointError: there are packed weights that files cannot contain.
+        """
+        weights = by_file_name(self.weights, self.cfg.model)
+        config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        return dataclasses.replace(self, config=config | config_of(weights), weights=in_files(weights))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
         """Return a checkpoint that converts matrices to the given kind as it reads them; for None, return `self`."""

@@ -91,7 +91,10 @@ def stacked(
     together = {
         name: match
         for name, tensor in tensors.items()
-        if (match := _TOGETHER.fullmatch(name)) and len(tensor.shape) == 3 and tensor.shape[0] == model.num_experts
+        if (match := _TOGETHER.fullmatch(name))
+        and isinstance(tensor, Tensor)
+        and len(tensor.shape) == 3
+        and tensor.shape[0] == model.num_experts
     }
     found: dict[str, dict[int, Tensor]] = {
         name: {} for name, shape in param_shapes(model).items() if _IN_MEMORY.fullmatch(name) and len(shape) == 3
@@ -116,7 +119,7 @@ def stacked(
         problems += faults
         known.add(own)
         if not faults and len(experts) == model.num_experts:
-            result[own] = Stack.of(*[experts[expert] for expert in range(len(experts))])
+            result[own] = jax.tree.map(Stack.of, *[experts[expert] for expert in range(len(experts))])
     return result, None if listed is None else {_in_memory(name, rule)[0] for name in known}, problems
 
 
@@ -143,6 +146,17 @@ def by_file_name(weights: Mapping[str, Any], model: ModelConfig) -> dict[str, An
 def apart(weight: Any) -> list[Any]:
     """Return the part of each expert in a weight `[E, F, D]`."""
     return [jax.tree.map(functools.partial(_part, expert=expert), weight) for expert in range(weight.shape[0])]
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return an array in memory, or one expert's part of it, as a numpy array."""
+    if isinstance(array, Part):
+        array = array.array[array.expert]
+    if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
+        # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees the
+        # cached copy.
+        array = jax.device_put(array, array.sharding, may_alias=False)
+    return np.asarray(array)
 
 
 def _part(array: Any, expert: int) -> Any:
@@ -185,7 +199,17 @@ def _faults(
     faults = [f"{path}: {missing[0]} {shape}{others} missing"] if missing else []
     first = next(iter(experts.values()), None)
     for tensor in experts.values():
-        if first is not None and (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
-            found, other = (f"{one.name} is {one.dtype}{list(one.shape)}" for one in (tensor, first))
-            faults.append(f"{tensor.file}: {found}, but {other}")
+        if jax.tree.structure(tensor) != jax.tree.structure(first):
+            different = "is not packed in the same way as another expert's matrix: load another file"
+            faults.append(f"{file_of(tensor)}: {jax.tree.leaves(tensor)[0].name} {different}")
+            continue
+        for one, other in zip(jax.tree.leaves(tensor), jax.tree.leaves(first), strict=True):
+            if (one.dtype, one.shape) != (other.dtype, other.shape):
+                texts = [f"{array.name} is {array.dtype}{list(array.shape)}" for array in (one, other)]
+                faults.append(f"{one.file}: {texts[0]}, but {texts[1]}")
     return faults
+
+
+def file_of(weight: Any) -> Path:
+    """Return the file of a tensor, or of the first tensor of a packed weight."""
+    return jax.tree.leaves(weight)[0].file

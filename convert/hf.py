@@ -17,11 +17,13 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.checkpoint import EMBEDDING, Checkpoint
 from convert.errors import CheckpointError
-from convert.experts import Part, by_file_name, stacked
+from convert.experts import by_file_name, file_of, on_host, stacked
 from convert.gguf.checkpoint import open_gguf
+from convert.packed.reader import quantization_config, read_format, read_packed, without_zero_biases
+from convert.packed.writing import config_of, in_files
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.published import read_configs, renamed
-from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
+from convert.quantized import file_stem, kind_in, remade, stored_kind, tensors_of, weights_of, without_products
 from convert.shards import (
     CONSTANTS,
     checkpoint_directory,
@@ -135,10 +137,13 @@ def _open(path, wanted: np.dtype | None, quantize: Any, separated: bool = False)
 
     With `separated`, the checkpoint has no fused projections.
     """
-    checkpoint = open_checkpoint(path, kind_of(quantize))
+    kind = kind_of(quantize)
+    checkpoint = open_checkpoint(path, kind if isinstance(kind, type) else None)
     checkpoint = checkpoint.separated() if separated else checkpoint
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
+    if problems := without_products(checkpoint.weights):
+        raise CheckpointError(problems)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path
         if file.is_dir():
@@ -178,18 +183,14 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             fault = f"the tokenizer has {len(tokenizer)} tokens, but the model has {model.vocab_size}"
             raise CheckpointError([f"{fault}: it belongs to another model"])
     weights = check_params(params, model)
-    if packed := {name: w for name, w in weights.items() if isinstance(w, Packed) and not isinstance(w, Quantized)}:
-        name, weight = next(iter(packed.items()))
-        fault = f"params: {name} is a {weight.title} matrix, which is not written"
-        raise CheckpointError([f"{fault}: load with quantize='none' and save that"])
-    arrays = tensors_of(weights)
+    weights, arrays = by_file_name(weights, model), tensors_of(weights)
     if any(map(is_tracer, arrays.values())):
         raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
     if deleted := [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]:
         reason = "being donated to a compiled function: use the function's result"
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
     generation = cfg.of_checkpoint().to_hf()
-    config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf()
+    config = dataclasses.replace(model, dtype=np.dtype(weights[EMBEDDING].dtype).name).to_hf() | config_of(weights)
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     # Without this key, transformers assumes its class's default, which may be outside a small vocabulary.
     pad = generation.get("pad_token_id")
@@ -201,12 +202,12 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, tokenizer
             if jax.process_index() == 0:
                 _add_tokenizer(tokenizer, target, directory)
                 write_configs(directory, config, generation)
-            arrays = tensors_of(by_file_name(weights, model))
+            arrays = tensors_of(in_files(weights, is_divided=True))
             write_parts(directory, {name: arrays[name] for name in in_order(arrays)}, file_stem(kind_in(weights)))
         return
     with new_directory(target, overwrite=overwrite) as directory:
         _add_tokenizer(tokenizer, target, directory)
-        write_arrays(directory, config, generation, by_file_name(weights, model))
+        write_arrays(directory, config, generation, in_files(weights))
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -256,11 +257,13 @@ def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     if config is not None:
         model, cfg, faults, notes = read_configs(path, config, generation)
         problems += faults
-    if model is not None:
-        tensors, listed, heads = renamed(tensors, listed, config and config.get("model_type"))
-        notes += heads
-        weights, faults = _parameters(path, tensors, listed, model, [named] if named else all_built_in())
+    if model is not None and config is not None:
+        try:
+            weights, faults, more = _weights(path, config, tensors, listed, model, [named] if named else all_built_in())
+        except CheckpointError as error:
+            faults, more = error.problems, []
         problems += faults
+        notes += more
     if problems or config is None or cfg is None:
         raise CheckpointError([*problems, *fetch_again(path, problems)])
     if notes:
@@ -286,19 +289,15 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and the weights, by their names in files (see `by_file_name`), to an empty directory."""
+    """Write both configs and the weights, by their names in files (see `by_file_name`), to an empty directory.
+
+    `weights` are in the form that `in_files` returns.
+    """
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
 
     def read(name: str) -> np.ndarray:
-        array = arrays[name]
-        if isinstance(array, Part):
-            array = array.array[array.expert]
-        if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-            # An array on an accelerator caches its numpy copy. Convert a temporary array, so that freeing it also frees
-            # the cached copy.
-            array = jax.device_put(array, array.sharding, may_alias=False)
-        return np.asarray(array)
+        return arrays[name].read() if isinstance(arrays[name], Tensor) else on_host(arrays[name])
 
     write_checkpoint(directory, config, generation, sizes, read, None, stem)
 
@@ -323,9 +322,32 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         shutil.copytree(source / TEMPLATE_FOLDER, directory / TEMPLATE_FOLDER, dirs_exist_ok=True)
 
 
+def _weights(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    listed: set[str] | None,
+    model: ModelConfig,
+    kinds: list[type[Quantized]],
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the model's parameters, a list of problems, and notes.
+
+    Raises:
+        CheckpointError: the weights are packed in a format that is not read.
+    """
+    tensors, listed, notes = renamed(tensors, listed, config.get("model_type"))
+    description, problems = quantization_config(path, config), []
+    if description is not None:
+        form, more = read_format(path, description)
+        tensors, listed, problems, ignored = read_packed(form, tensors, listed, model.dtype)
+        notes += [*more, *ignored]
+    weights, faults = _parameters(path, tensors, listed, model, kinds)
+    return weights, problems + faults, notes
+
+
 def _parameters(
     path: Path,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Any],
     listed: set[str] | None,
     model: ModelConfig,
     kinds: list[type[Quantized]],
@@ -346,6 +368,7 @@ def _parameters(
     if described > 2 * stored + _SPARE:  # tracing a model of this size could run out of memory
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
+    tensors = without_zero_biases(tensors, param_shapes(model))
     tensors, listed, faults = stacked(path, tensors, listed, model)
     problems += faults
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
@@ -357,7 +380,7 @@ def _mismatch(
     weights: Mapping[str, Any],
     model: ModelConfig,
     source: Any,
-    tensors: Mapping[str, Tensor] | None = None,
+    tensors: Mapping[str, Any] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
     """List weights that have the wrong dtype or shape, or that are missing or unexpected.
@@ -369,7 +392,7 @@ def _mismatch(
     expected = param_shapes(model)
     dtypes, missing, shapes, unexpected = [], [], [], []
     for name, weight in weights.items():
-        file = source if tensors is None else tensors[name].file
+        file = source if tensors is None else file_of(tensors[name])
         allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
         if str(weight.dtype) not in allowed:
             dtypes.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")

@@ -130,7 +130,7 @@ def test_each_key_belongs_to_one_group():
         ("is_causal", True, False),
         ("is_decoder", True, 1),
         ("position_embedding_type", "rope", "alibi"),
-        ("quantization_config", None, {"bits": 4}),
+        ("quant_config", None, {"bits": 4}),
         ("vision_config", {}, {"depth": 2}),
         ("embedding_multiplier", 1, True),
         ("alibi", False, 0),
@@ -175,7 +175,7 @@ def test_each_key_belongs_to_one_group():
         ("mlp_layer_types", ["dense", "dense"], ["dense", "sparse"]),
         ("layers_block_type", ["attention", "attention"], ["attention", "mamba"]),
         ("activation_sparsity_pattern", [0.0, 0.0], [0.95, 0.0]),
-        ("quantization_config", {}, {"bits": 8}),
+        ("quant_config", {}, {"bits": 8}),
         ("clip_qkv", False, 8.0),
         ("local_attention", False, True),
         # names in no list, which a pattern matches
@@ -326,7 +326,7 @@ def test_both_spellings_of_the_dtype():
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"model_type": None}, "model_type"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"compression_config": {"bits": 4}}, "compression_config"),
         ({"use_mrope": True}, "use_mrope"),
         ({"hidden_act": "tanh"}, "hidden_act"),
         ({"torch_dtype": "int8"}, "torch_dtype"),

@@ -280,17 +280,10 @@ LOADED: dict[str, Published] = {
 # Saved from `AutoModel`: the tensors' names lack the prefix "model.", and there is no head.
 BASE_MODELS = ("Qwen3-Embedding-0.6B", "Qwen3-Embedding-4B")
 
-_AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}}
-_FP8 = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
 _LONGROPE = {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}
 
 # Refused rightly: the config, and the reason
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Qwen2.5-7B-Instruct-AWQ": (LOADED["Qwen2.5-7B-Instruct"].config | _AWQ, "quantization_config=.*not implemented"),
-    "Meta-Llama-3.1-8B-Instruct-FP8": (
-        LOADED["Llama-3.1-8B-Instruct"].config | _FP8,
-        "quantization_config=.*not implemented",
-    ),
     "mlx-community/Qwen3-8B-4bit": (
         LOADED["Qwen3-8B"].config | {"quantization": {"group_size": 64, "bits": 4}},
         "quantization=.*not implemented",

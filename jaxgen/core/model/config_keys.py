@@ -56,7 +56,7 @@ FIELDS: dict[str, Field] = {
 # Keys that are read separately
 DUAL_CHUNK = "dual_chunk_attention_config"
 SPECIAL = frozenset(
-    "model_type architectures dtype torch_dtype rope_theta rope_scaling rope_parameters "
+    "model_type architectures dtype torch_dtype rope_theta rope_scaling rope_parameters quantization_config "
     f"original_max_position_embeddings {DUAL_CHUNK}".split()
 )
 
@@ -143,7 +143,7 @@ _BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((False, True), "is_decoder"),
     (
         ({},),
-        "pruned_heads quantization_config compression_config quantization quant_config attn_config llama_4_scaling "
+        "pruned_heads compression_config quantization quant_config attn_config llama_4_scaling "
         "text_config vision_config audio_config language_config llm_config speech_config thinker_config",
     ),
     (("rope", "rotary"), "position_embedding_type"),
