@@ -456,6 +456,16 @@ def test_split_files_are_one_checkpoint(tmp_path):
         load_hf(files[0])
 
 
+def test_a_file_at_a_url_is_copied(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "there").mkdir()
+    file, _, _ = write_model(tmp_path / "there" / "model[1].gguf")
+    copy = local_directory(f"file://{file}")
+    assert copy.is_relative_to(tmp_path / "cache")
+    assert copy.read_bytes() == file.read_bytes()
+    assert local_directory(f"file://{file}") == copy
+
+
 def test_paths_and_the_name_of_an_installed_model(tmp_path, monkeypatch):
     file, _, _ = write_model(tmp_path / "model.GGUF")
     assert local_directory(file) == file
