@@ -45,7 +45,14 @@ class _Groups:
 
 
 def _nibbles(at: int) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda blocks: np.concatenate([blocks[..., at:] & 15, blocks[..., at:] >> 4], axis=-1)
+    def codes(blocks: np.ndarray) -> np.ndarray:
+        data = blocks[..., at:]
+        result = np.empty((*data.shape[:-1], _GROUP), np.uint8)
+        np.bitwise_and(data, 15, out=result[..., : _GROUP // 2])
+        np.right_shift(data, 4, out=result[..., _GROUP // 2 :])
+        return result
+
+    return codes
 
 
 def _halves(at: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -346,7 +346,7 @@ def test_other_quantizations_and_shapes(tmp_path):
     shapes, _ = load_shapes(file)
     packed, _ = load_hf(file)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), packed)
-    with pytest.raises(CheckpointError, match=r"quantize='none'"):
+    with pytest.raises(CheckpointError, match=r"in a form that is not written: load with quantize='none'"):
         save_hf(packed, cfg, tmp_path / "saved")
     dense, cfg = load_hf(file, quantize="none")
     save_hf(dense, cfg, tmp_path / "saved")
@@ -360,7 +360,7 @@ def test_the_command_converts_and_lists(tmp_path, capsys):
     file, _, _ = write_model(tmp_path / "model.gguf", "qwen2", "Q8_0", **tokens)
     run = convert.__main__.main
     assert run([str(file), str(tmp_path / "out")]) == 2
-    assert "cannot be written as they are: add --quantize" in capsys.readouterr().err
+    assert "in a form that is not written: load with quantize='none'" in capsys.readouterr().err
     assert run([str(file), str(tmp_path / "out"), "--quantize", "none", "--check"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -454,6 +454,16 @@ def test_split_files_are_one_checkpoint(tmp_path):
     files[0].with_name("elsewhere.gguf").rename(files[1])
     with pytest.raises(CheckpointError, match=r"part 2 of 3, counted from 0, which its name does not"):
         load_hf(files[0])
+
+
+def test_a_file_at_a_url_is_copied(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "there").mkdir()
+    file, _, _ = write_model(tmp_path / "there" / "model[1].gguf")
+    copy = local_directory(f"file://{file}")
+    assert copy.is_relative_to(tmp_path / "cache")
+    assert copy.read_bytes() == file.read_bytes()
+    assert local_directory(f"file://{file}") == copy
 
 
 def test_paths_and_the_name_of_an_installed_model(tmp_path, monkeypatch):

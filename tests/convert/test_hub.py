@@ -18,6 +18,7 @@ from convert import CheckpointError, load_hf
 from convert.hub import local_directory
 from jaxgen import ConfigError, InputError, Tokenizer
 from tests.support.checkpoints import GENERATION, QWEN2, weights, write
+from tests.support.gguf_files import content, stored
 from tests.support.models import slow
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
@@ -242,6 +243,27 @@ def test_a_model_is_fetched_once_and_loads(fetch, hub, checkpoint):
 
     assert fetch("owner/model", HF_HUB_OFFLINE="1", HF_ENDPOINT=closed_port()) == [(kind, path)]
     assert fetch("owner/model", HF_ENDPOINT=closed_port()) == [(kind, path)]
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_fetched(fetch, hub):
+    whole = content({"general.architecture": "bert"}, {"one": stored(np.ones((3, 32)), "Q8_0")})
+    names = [f"sub/x-0000{number}-of-00002.gguf" for number in (1, 2)]
+    files = {name: whole + name.encode() for name in ("model.Q8_0.gguf", "other.gguf", *names)}
+    hub.models["owner/files"] = files
+    hub.asked.clear()
+    asked = ["owner/files/model.Q8_0.gguf", "owner/files/model.Q8_0.gguf@v1", f"owner/files/{names[0]}"]
+    (_, path), again, (_, first), (kind, text), (_, part) = fetch(
+        *asked, "owner/files/absent.gguf", f"owner/files/{names[1]}"
+    )
+    assert again == ("path", path)
+    assert Path(path).read_bytes() == files["model.Q8_0.gguf"]
+    assert first.endswith(names[0])
+    assert sorted(hub.asked) == ["model.Q8_0.gguf", *names]
+    assert kind == "InputError"
+    assert "owner/files has no file absent.gguf" in text
+    assert "pass the first one" in part
+    assert fetch(asked[0], HF_HUB_OFFLINE="1", HF_ENDPOINT=closed_port()) == [("path", path)]
 
 
 @pytest.mark.slow

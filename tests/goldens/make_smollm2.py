@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CLOSE = 1e-3  # a greedy run ends before the first step whose best two scores are closer
 NEW_TOKENS = 64
+PAD = 2  # also the end of a turn
 QUESTIONS = """\
 Why is the sky blue?
 What is the capital of France?
@@ -85,9 +86,9 @@ def main() -> None:
     result = {
         "file": path.name,
         "digests": digests,
-        "greedy": [greedy(model, *prompt) for prompt in prompts],
+        "greedy": greedy(model, prompts),
         "sets": [
-            {"name": name, "options": options, "cases": [run(model, prompt[2], options) for prompt in prompts[:6]]}
+            {"name": name, "options": options, "cases": run(model, [ids for *_, ids in prompts[:6]], options)}
             for name, options in SETS.items()
         ],
     }
@@ -98,33 +99,50 @@ def main() -> None:
     (out / "smollm2.json").write_text(lines + "\n", "utf-8")
 
 
-def greedy(model, question: str, text: str, ids: list[int]) -> dict:
+def batch(rows: list[list[int]]) -> dict:
+    """Return the arguments for left-padded prompts."""
+    width = max(map(len, rows))
+    padded = [[PAD] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+
+
+def greedy(model, prompts: list[tuple[str, str, list[int]]]) -> list[dict]:
     """Return the tokens up to the first step that is almost a tie, and the largest logits of the first step."""
+    given = batch([ids for *_, ids in prompts])
     found = model.generate(
-        torch.tensor([ids]),
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        return_dict_in_generate=True,
-        output_logits=True,
+        **given, do_sample=False, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, output_logits=True
     )
-    best = [step[0].topk(2).values.tolist() for step in found.logits]
-    steps = next((n for n, (first, second) in enumerate(best) if first - second < CLOSE), len(best))
-    largest = found.logits[0][0].topk(8)
-    return {
-        "question": question,
-        "prompt": text,
-        "ids": ids,
-        "tokens": found.sequences[0, len(ids) : len(ids) + steps].tolist(),
-        "first": {"ids": largest.indices.tolist(), "logits": [round(x, 5) for x in largest.values.tolist()]},
-    }
+    best = torch.stack([step.topk(2).values for step in found.logits], 1)
+    close = (best[..., 0] - best[..., 1] < CLOSE).tolist()
+    largest = found.logits[0].topk(8)
+    generated = found.sequences[:, given["input_ids"].shape[1] :].tolist()
+    cases = []
+    for row, (question, text, ids) in enumerate(prompts):
+        tokens = generated[row]
+        end = tokens.index(PAD) + 1 if PAD in tokens else len(tokens)
+        steps = close[row][:end].index(True) if True in close[row][:end] else end
+        first = {"ids": largest.indices[row].tolist()}
+        first["logits"] = [round(x, 5) for x in largest.values[row].tolist()]
+        cases.append({"question": question, "prompt": text, "ids": ids, "tokens": tokens[:steps], "first": first})
+    return cases
 
 
-def run(model, ids: list[int], options: dict) -> dict:
+def run(model, rows: list[list[int]], options: dict) -> list[dict]:
+    """Return the generated rows of each prompt, and whether rounding decided any of them."""
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    rows = model.generate(torch.tensor([ids]), do_sample=False, **options)[:, len(ids) :].tolist()
-    same = model.double().generate(torch.tensor([ids]), do_sample=False, **options)[:, len(ids) :].tolist() == rows
-    model.float()
-    return {"ids": ids, "tokens": rows, "near_tie": not same}
+    given = batch(rows)
+    width, count = given["input_ids"].shape[1], options.get("num_return_sequences", 1)
+    found = []
+    for dtype in (torch.float32, torch.float64):  # the weights are exact in both
+        tokens = model.to(dtype).generate(**given, do_sample=False, **options)[:, width:].tolist()
+        found.append([tokens[i : i + count] for i in range(0, len(tokens), count)])
+    model.to(torch.float32)
+    single, double = found
+    return [
+        {"ids": ids, "tokens": tokens, "near_tie": tokens != other}
+        for ids, tokens, other in zip(rows, single, double, strict=True)
+    ]
 
 
 if __name__ == "__main__":
