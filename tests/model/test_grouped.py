@@ -184,7 +184,7 @@ def test_low_rank_updates():
     exact = np.asarray(x, np.float64) @ (matrix + np.asarray(b, np.float64) @ np.asarray(a, np.float64)).T
     updated = LowRank(weight, a, b)
     np.testing.assert_allclose(product(x, updated), exact, atol=1e-4)
-    assert updated.input_unit == weight.input_unit == 96
+    assert updated.input_unit == weight.input_unit == 32
     to_a = jax.grad(lambda a: jnp.sum(product(x, LowRank(weight, a, b))))(a)
     np.testing.assert_allclose(to_a, np.sum(b, axis=0)[:, None] * np.sum(x, axis=0)[None], rtol=1e-4, atol=1e-4)
 
