@@ -24,6 +24,7 @@ from jaxgen.core.config.generation_config import model_of
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.model.causal_lm import param_shapes
 from jaxgen.core.model.fused import fuse_projections
+from jaxgen.core.model.grouped import Grouped
 from jaxgen.core.model.int8 import Int8
 from jaxgen.core.model.sharding import divide, shardings
 from jaxgen.core.request.driver import run_whole
@@ -107,13 +108,27 @@ def shapes(model: ModelConfig, where: Mesh | jax.Device) -> Any:
     return flax.traverse_util.unflatten_dict(flat, sep=".")
 
 
-FORMS = {"plain": lambda params: params, "fused": fuse_projections, "int8": lambda params: jax.tree.map(_int8, params)}
+FORMS = {
+    "plain": lambda params: params,
+    "fused": fuse_projections,
+    "int8": lambda params: jax.tree.map(_int8, params),
+    "int4": lambda params: jax.tree.map(_int4, fuse_projections(params)),
+}
 
 
 def _int8(weight: jax.Array) -> Any:
     if weight.ndim != 2:
         return weight
     return Int8(weight.astype(jnp.int8), jnp.ones(len(weight)), np.dtype(weight.dtype))
+
+
+def _int4(weight: jax.Array) -> Any:
+    """Return packed codes with one scale for 128 inputs, as in most published checkpoints of 4 bits."""
+    if weight.ndim != 2:
+        return weight
+    features, columns = weight.shape
+    words, scales = jnp.zeros((features, columns // 8), jnp.uint32), jnp.ones((features, columns // 128), jnp.float16)
+    return Grouped(words, scales, None, None, 4, np.dtype(weight.dtype))
 
 
 def compile_generate(

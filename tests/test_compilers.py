@@ -219,3 +219,29 @@ def test_a_program_for_a_tpu_has_no_options_of_cpus(monkeypatch):
         x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
         assert square.trace(x).lower(lowering_platforms=(device.platform,)).compile().cost_analysis()
     assert options == [False, True]
+
+
+@pytest.mark.usefixtures("_compiler_for_an_h100")
+def test_a_step_with_packed_weights_on_an_h100_reads_only_packed_weights():
+    """Nothing that is as large as an unpacked matrix is stored, and a layer takes few operations more than unpacked."""
+    model, programs = compiled_forms("h100", ("fused", "int4"))
+    steps = {form: hlo.decode_step(program.as_text(), hlo.shortest_branch) for form, program in programs.items()}
+    assert hlo.count(steps["int4"]) - hlo.count(steps["fused"]) <= 3 * model.num_hidden_layers
+    assert max(operation.nbytes for operation in steps["int4"]) < 1e6  # the logits take 0.6 MB
+    sizes = {form: program.memory_analysis().argument_size_in_bytes for form, program in programs.items()}
+    assert sizes["int4"] < 0.26 * sizes["fused"]
+
+
+def test_packed_weights_on_a_tpu_are_unpacked_in_blocks():
+    _, programs = compiled_forms("v5e:2x2", ("int4",))
+    analysis = programs["int4"].memory_analysis()
+    assert analysis.temp_size_in_bytes < 3584 * 18944 * 2  # one unpacked matrix
+
+
+def compiled_forms(target, forms):
+    """Return a model with three layers of 7B's sizes, and its calls with one row for each form of the weights."""
+    config = json.loads((ROOT / "benchmarks" / "shapes" / "qwen2.5-7b" / "config.json").read_text("utf-8"))
+    model = dataclasses.replace(ModelConfig.from_hf(config | {"num_hidden_layers": 3}), dtype="bfloat16")
+    cfg = GenerationConfig(model=model, max_new_tokens=128, eos_token_id=1, pad_token_id=0)
+    jax.clear_caches()
+    return model, {form: compile_generate(cfg, device_for(target), rows=1, width=128, form=form) for form in forms}

@@ -27,7 +27,7 @@ class Jaxgen(JaxProgram):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
         start = time.perf_counter()
-        quantize = "int8" if variant == "int8" else None
+        quantize = variant if variant in ("int8", "int4") else None
         self.params, cfg = load_hf(path, dtype=dtype, quantize=quantize, mesh=devices)
         if variant == "fused":
             self.params = fuse_projections(self.params, donate=True)

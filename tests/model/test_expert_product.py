@@ -22,7 +22,7 @@ FORMS = {
     "tiles": functools.partial(expert_product._on_cpu, axis=2, lanes=False, portable=False),
     "gathered": expert_product._gathered,
     "one by one": expert_product._one_by_one,
-    "rounds": functools.partial(expert_product._in_rounds, axis=2),
+    "rounds": functools.partial(expert_product.in_rounds, axis=2),
 }
 
 

@@ -69,7 +69,7 @@ def test_a_loop_does_not_store_unpacked_weights(count, monkeypatch):
 
     analysis = jax.jit(steps).lower(rows(count, 896, "bfloat16"), weights).compile().memory_analysis()
     assert analysis is not None
-    assert analysis.temp_size_in_bytes < 512 * 896 * (0.25 if count == 1 else 2)
+    assert analysis.temp_size_in_bytes < 512 * 896 * (0.25 if count < 20 else 2)
 
 
 @pytest.mark.parametrize("count", [1, 20])

@@ -2,13 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxgen.core.model import packed_product
 from jaxgen.core.model.context import Context
 from jaxgen.core.model.expert_product import product_of_experts
-from jaxgen.core.model.grouped import Grouped, check_groups, run_length
+from jaxgen.core.model.grouped import Grouped, _as_sums, check_groups, run_length
 from jaxgen.core.model.lowrank import LowRank
 from jaxgen.core.model.weights import linear, look_up, product
 from jaxgen.errors import InputError
@@ -57,7 +56,9 @@ def test_matrix(bits, zeros, ordered):
 SHAPES = [(40, 256, 32), (24, 192, 64), (16, 896, 128), (16, 512, 256), (8, 320, 320), (24, 136, 8), (16, 96, 24)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], SHAPES[3], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:3] + SHAPES[4:])]
+)
 @pytest.mark.parametrize("zeros", [None, "integers", "floats"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("count", [1, 3, 9])
@@ -96,17 +97,14 @@ def test_rows_of_16_bits(dtype, count):
     assert linear(x, weight).dtype == dtype
 
 
-@pytest.mark.parametrize("count", [1, 5, 9])
-def test_kernel_for_a_gpu(count):
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zeros", [None, "integers", "floats"])
+@pytest.mark.parametrize("group", [32, 128])
+def test_kernel_for_a_gpu(bits, zeros, group):
     """The form for a GPU gives the same results on a CPU."""
-    from jaxgen.core.model.grouped import _as_sums
-
-    for bits in (4, 8):
-        for zeros in (None, "integers", "floats"):
-            for group in (32, 128):
-                weight, matrix = grouped(40, 384, group, bits, zeros)
-                x = rows(count, 384)[:1]
-                check_product(_as_sums(x, weight), x, matrix, 2e-6)
+    weight, matrix = grouped(40, 384, group, bits, zeros)
+    x = rows(1, 384)
+    check_product(_as_sums(x, weight), x, matrix, 2e-6)
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 33])
@@ -145,7 +143,7 @@ def test_a_loop_does_not_store_unpacked_weights(bits, columns, count, monkeypatc
 
     analysis = jax.jit(steps).lower(rows(count, columns, "bfloat16"), weights).compile().memory_analysis()
     assert analysis is not None
-    assert analysis.temp_size_in_bytes < 512 * columns * (0.25 if count == 1 else 2)
+    assert analysis.temp_size_in_bytes < 512 * columns * (0.25 if count < 20 else 2)
 
 
 def test_a_row_on_a_cpu_is_multiplied_in_one_fusion():
@@ -186,7 +184,7 @@ def test_low_rank_updates():
     exact = np.asarray(x, np.float64) @ (matrix + np.asarray(b, np.float64) @ np.asarray(a, np.float64)).T
     updated = LowRank(weight, a, b)
     np.testing.assert_allclose(product(x, updated), exact, atol=1e-4)
-    assert updated.input_unit == weight.input_unit == 96
+    assert updated.input_unit == weight.input_unit == 32
     to_a = jax.grad(lambda a: jnp.sum(product(x, LowRank(weight, a, b))))(a)
     np.testing.assert_allclose(to_a, np.sum(b, axis=0)[:, None] * np.sum(x, axis=0)[None], rtol=1e-4, atol=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +64,19 @@ def check_product(found: jax.Array, x: jax.Array, matrix: np.ndarray, within: fl
     error = np.abs(np.asarray(found, np.float64) - wide @ matrix.T)
     assert found.dtype == jnp.float32
     assert np.all(error <= within * (np.abs(wide) @ np.abs(matrix).T))
+
+
+def rounded_to_4_bits(params: Any, group: int = 16) -> Any:
+    """Return parameters whose matrices are packed codes of 4 bits, near to the original numbers."""
+
+    def pack(matrix: jax.Array) -> Any:
+        if matrix.ndim != 2:
+            return matrix
+        wide = np.asarray(matrix, np.float32)
+        groups = wide.reshape(len(wide), -1, group)
+        scales = np.maximum(np.abs(groups).max(axis=-1) / 7, np.float32(1e-6))
+        codes = (np.rint(groups / scales[..., None]) + 8).astype(np.uint8).reshape(wide.shape)
+        words = jnp.asarray(Grouped.pack(codes, 4))
+        return Grouped(words, jnp.asarray(scales), None, None, 4, np.dtype(matrix.dtype))
+
+    return jax.tree.map(pack, params)

@@ -109,7 +109,7 @@ def _step(weight: Fp8) -> int:
 def _in_lanes(rows: jax.Array, weight: Fp8) -> jax.Array:
     """Multiply few rows on a CPU, one by one; see `workarounds.in_lanes`."""
     pieces = rows.astype(jnp.float32).reshape(rows.shape[0], -1, _step(weight) // _RUN, _RUN)
-    return workarounds.in_branch(functools.partial(each_row, _lane_product), (pieces,), weight)
+    return each_row(_lane_product, (pieces,), weight)
 
 
 def _lane_product(pieces: tuple[jax.Array], weight: Fp8) -> jax.Array:

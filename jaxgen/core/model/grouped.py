@@ -236,7 +236,7 @@ def _in_lanes(rows: jax.Array, weight: Grouped) -> jax.Array:
     if weight.bits == 4:
         factors = np.array([2.0 ** (-4 * run) if run < 7 else 1.0 for run in range(8)], np.float32)
         pieces = pieces * np.tile(factors, width // 64)[None, None, :, None]
-    return workarounds.in_branch(functools.partial(each_row, _lane_product), (pieces, sums), weight)
+    return each_row(_lane_product, (pieces, sums), weight)
 
 
 def _lane_product(pieces: tuple[jax.Array, jax.Array], weight: Grouped) -> jax.Array:

@@ -179,10 +179,17 @@ def _sum_of_blocks(change: jax.Array, weight: Any, entries: int, wide: bool) -> 
 
 
 def each_row(of_row: Callable, pieces: tuple[jax.Array, ...], weight: Any) -> jax.Array:
-    """Return `of_row(pieces of a row, weight)`, float32[F], for each row; `pieces [n, ...]`. The result has n rows."""
+    """Return `of_row(pieces of a row, weight)`, float32[F], for each row of `pieces [n, ...]`, as float32[n, F].
+
+    Rows are computed one by one on a CPU, each in a branch: XLA would unpack the weight before a loop over rows.
+    """
+
+    def step(carry: Any, row: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        return carry, workarounds.in_branch(of_row, row, weight)
+
     if pieces[0].shape[0] == 1:
-        return of_row(tuple(piece[0] for piece in pieces), weight)[None]
-    return scan(lambda carry, row: (carry, of_row(row, weight)), (), pieces)[1]
+        return step((), tuple(piece[0] for piece in pieces))[1][None]
+    return scan(step, (), pieces)[1]
 
 
 def look_up_packed(ids: jax.Array, weight: Any) -> jax.Array:
