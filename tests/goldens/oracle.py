@@ -170,10 +170,18 @@ def greedy_run(
         prompt = rng.integers(0, oracle.vocab, size=len(prompt)).tolist()
 
 
+def in_float64(model):
+    """Return a copy of a model in float64. The default products of experts in release 5 cannot compute in it."""
+    model = copy.deepcopy(model).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
 def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
     """Generate from one row, in float32 or (with `double`) in float64."""
     oracle.reset()
-    model = copy.deepcopy(oracle.model).double() if double else oracle.model
+    model = in_float64(oracle.model) if double else oracle.model
     torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
     prompt = torch.tensor([ids])
     options = {"do_sample": False} | options | {"output_scores": True, "return_dict_in_generate": True}
@@ -218,7 +226,7 @@ def run_assisted(
         draft = copy.deepcopy(assistant.model)
         for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
             setattr(draft.generation_config, name, options[name])
-        options = options | {"assistant_model": draft.double() if double else draft}
+        options = options | {"assistant_model": in_float64(draft) if double else draft}
     return run_tokens(oracle, ids, options, double)
 
 
