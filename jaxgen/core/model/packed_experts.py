@@ -43,7 +43,7 @@ def _product(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) -> 
     default = functools.partial(_in_tiles, axis=2, on_cpu=False)
     on_cpu = functools.partial(_in_tiles, axis=2, on_cpu=True)
     if few and forms.in_lanes is not None:
-        on_cpu = functools.partial(_in_lanes, forms=forms)
+        on_cpu = functools.partial(_in_lanes, multiply=forms.in_lanes)
     on_gpu = _gathered if few else default
     return lax.platform_dependent(rows, experts, weight, cpu=on_cpu, cuda=on_gpu, default=default)
 
@@ -67,9 +67,9 @@ def _gradients(forms: Forms, operands: tuple[Any, ...], change: jax.Array) -> tu
 _product.defvjp(_keep_operands, _gradients)
 
 
-def _in_lanes(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) -> jax.Array:
+def _in_lanes(rows: jax.Array, experts: jax.Array, weight: Any, multiply: Callable) -> jax.Array:
     """Multiply few rows on a CPU, each in vector lanes."""
-    return expert_product.in_tiles(rows.astype(jnp.float32), experts, weight, 2, 1, forms.in_lanes)
+    return expert_product.in_tiles(rows.astype(jnp.float32), experts, weight, 2, 1, multiply)
 
 
 def _in_tiles(rows: jax.Array, experts: jax.Array, weight: Any, axis: int, on_cpu: bool) -> jax.Array:
