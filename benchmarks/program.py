@@ -29,14 +29,14 @@ class Kind:
 
 
 KINDS = {
-    "jaxgen": Kind("jaxgen_program.py", None, ("", "fused", "int8")),
+    "jaxgen": Kind("jaxgen_program.py", None, ("", "fused", "int8", "int4")),
     "transformers": Kind(
         "transformers_program.py", "transformers", ("eager", "static", "compile", "grouped_mm", "batched_mm")
     ),
     "llama.cpp": Kind("llama_cpp_program.py", "llama_cpp", dtypes=("bfloat16", "q8_0", "q4_0")),
     "keras-hub": Kind("keras_hub_program.py", "keras_hub"),
 }
-SPOKEN = {"int8": "8-bit", "static": "static cache", "compile": "torch.compile"}
+SPOKEN = {"int8": "8-bit", "int4": "4-bit", "static": "static cache", "compile": "torch.compile"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,6 +103,8 @@ def test_int8_is_not_hard_coded():
         "jaxgen/core/model/int8.py",  # the kind of weight
         "jaxgen/core/model/quantization.py",  # the table of kinds
         "jaxgen/core/model/cache_storage.py",  # the kind of cache
+        "jaxgen/core/model/grouped.py",  # an array of signed bytes
+        "jaxgen/core/model/fp8.py",  # the sign of a byte
         "jaxgen/core/config/generation_options.py",  # cache_dtype
         "convert/hf.py",  # the documentation of load_hf and save_hf
         "convert/packed/compressed_tensors.py",  # a format whose files have 8-bit integers

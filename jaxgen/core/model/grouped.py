@@ -77,6 +77,11 @@ class Grouped:
         return {f"_{name}": text for name, text in _SUFFIXES.items() if getattr(self, name) is not None}
 
     @property
+    def has_integer_zeros(self) -> bool:
+        """True if the zeros are zero points, and False if they are offsets or None."""
+        return self.zeros is not None and jnp.issubdtype(self.zeros.dtype, jnp.integer)
+
+    @property
     def input_unit(self) -> int:
         """The inputs can be split across a mesh at multiples of this number."""
         columns = self.shape[-1]
@@ -158,7 +163,7 @@ def _entries(codes: Any, scales: Any, zeros: Any, weight: Grouped) -> Any:
     if zeros is None:
         return scales * (codes - np.float32(_MIDDLE[weight.bits]))
     subtracted = np.float32(_subtracted(weight.bits))
-    if jnp.issubdtype(weight.zeros.dtype, jnp.integer):
+    if weight.has_integer_zeros:
         return scales * (codes + (subtracted - zeros))
     return scales * (codes + subtracted) + zeros
 
@@ -215,7 +220,7 @@ def _terms(weight: Grouped, steps: int, multiply: Callable, sums: Callable) -> j
         out = functools.reduce(jnp.add, [multiply(run, words[:, :, run // per_word]) for run in runs])
         if zeros is None:
             out = scale * (out - np.float32(_MIDDLE[weight.bits]) * sums(part) if weight.bits == 4 else out)
-        elif jnp.issubdtype(weight.zeros.dtype, jnp.integer):
+        elif weight.has_integer_zeros:
             out = scale * (out + (np.float32(_subtracted(weight.bits)) - zeros[part]) * sums(part))
         else:
             out = scale * (out + np.float32(_subtracted(weight.bits)) * sums(part)) + zeros[part] * sums(part)

@@ -43,7 +43,7 @@ def _product(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) -> 
     default = functools.partial(_in_tiles, axis=2, parts=forms.expert_parts, on_cpu=False)
     on_cpu = functools.partial(_in_tiles, axis=2, parts=forms.expert_parts, on_cpu=True)
     if few and forms.in_lanes is not None:
-        on_cpu = functools.partial(_in_lanes, forms=forms)
+        on_cpu = functools.partial(_in_lanes, multiply=forms.in_lanes)
     # On a GPU, rows without an expert on this device cost as much as the others.
     on_gpu = _gathered if few and at_most(rows.shape[0], weight.shape[0]) else default
     return lax.platform_dependent(rows, experts, weight, cpu=on_cpu, cuda=on_gpu, default=default)
@@ -70,9 +70,9 @@ def _gradients(forms: Forms, operands: tuple[Any, ...], change: jax.Array) -> tu
 _product.defvjp(_keep_operands, _gradients)
 
 
-def _in_lanes(rows: jax.Array, experts: jax.Array, weight: Any, forms: Forms) -> jax.Array:
+def _in_lanes(rows: jax.Array, experts: jax.Array, weight: Any, multiply: Callable) -> jax.Array:
     """Multiply few rows on a CPU, each in vector lanes."""
-    return expert_product.in_tiles(rows.astype(jnp.float32), experts, weight, 2, 1, forms.in_lanes)
+    return expert_product.in_tiles(rows.astype(jnp.float32), experts, weight, 2, 1, multiply)
 
 
 def _in_tiles(rows: jax.Array, experts: jax.Array, weight: Any, axis: int, parts: int, on_cpu: bool) -> jax.Array:
