@@ -125,8 +125,8 @@ def test_saved_rotary_constants_are_ignored(tmp_path):
 
 
 def test_bad_load_options_are_refused(qwen2):
-    for quantize in ("int4", "", 8):
-        with pytest.raises(ConfigError, match=f"'int8', 'none', None or a class with from_matrix, got {quantize!r}"):
+    for quantize in ("int5", "", 8):
+        with pytest.raises(ConfigError, match=f"'none', None or a class with from_matrix, got {quantize!r}"):
             load_hf(qwen2, quantize=quantize)
     with pytest.raises(InputError, match=r"mesh must have the axes 'data' and 'model', got \['x'\]"):
         load_hf(qwen2, mesh=jax.sharding.Mesh(jax.devices(), "x"))
