@@ -14,9 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.expert_product import product_of_experts
-from jaxgen.core.model.weights import product
-from jaxgen.shapes import at_most
+from jaxgen.core.model.packed_experts import packed_product_of_experts
+from jaxgen.core.model.packed_product import look_up_packed, packed_product
 
 # The values of 4-bit codes: of IQ4_NL, and of MXFP4 (twice the number that a code represents)
 _IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -183,6 +182,11 @@ class Blocks:
         form = FORMATS[self.format]
         return (*self.data.shape[:-1], self.data.shape[-1] // form.size * form.count)
 
+    @property
+    def input_unit(self) -> int:
+        """The inputs can be split at multiples of this number: the columns of a block."""
+        return FORMATS[self.format].count
+
     def to_matrix(self) -> np.ndarray:
         """Return the matrix as a numpy array, float32[F, D]."""
         return self._decoded(np.asarray(self.data), np)
@@ -197,29 +201,18 @@ class Blocks:
         """Return the `PartitionSpec` of each array, given the matrix's `spec`."""
         return Blocks(spec, self.format, self.dtype)  # pyright: ignore
 
+    def unpack(self) -> jax.Array:
+        """Return the matrix as float32[F, D]."""
+        return self._decoded(self.data, jnp)
+
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
-        return product(rows, self._decoded(self.data, jnp).astype(rows.dtype), context)
+        return packed_product(rows, self, context)
 
     def product_of_experts(self, rows: jax.Array, experts: jax.Array, context: Context) -> jax.Array:
-        """Return each of the `rows [n, D]` times its own expert's transposed matrix, as float32[n, F].
-
-        For at most E rows, only the matrices of the chosen experts are decoded, one at a time.
-        """
-        count = self.data.shape[0]
-        if context.divided or not at_most(rows.shape[0], count):
-            return product_of_experts(rows, experts, self._decoded(self.data, jnp).astype(rows.dtype), context)
-
-        def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            row, expert = pair
-            data = lax.dynamic_index_in_dim(self.data, jnp.clip(expert, 0, count - 1), keepdims=False)
-            [out] = product(row[None], self._decoded(data, jnp).astype(row.dtype), context)
-            return jnp.where((expert >= 0) & (expert < count), out, 0)
-
-        return lax.map(one, (rows, experts))
+        """Return each of the `rows [n, D]` times its own expert's transposed matrix, as float32[n, F]."""
+        return packed_product_of_experts(rows, experts, self, context, None)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows with the indices `ids int32[B, T]`, as `[B, T, D]`; an id outside [0, F) gives NaN."""
-        values = self._decoded(self.data[ids], jnp)
-        valid = (ids >= 0) & (ids < self.shape[0])
-        return jnp.where(valid[..., None], values, jnp.nan).astype(self.dtype)
+        return look_up_packed(ids, self)

@@ -21,10 +21,10 @@ from jaxgen.core.model.context import Context
 from jaxgen.core.model.weights import precision
 from jaxgen.cpu import cpu_flags
 
-# The number of entries that are unpacked at a time. On a CPU, they should stay in the cache. On accelerators, larger
-# blocks need fewer operations; a block of bfloat16 takes 32 MiB.
 # Up to this many rows are multiplied in vector lanes on a CPU; unpacking a matrix takes as long as eight of them.
 FEW_ROWS = 8
+# The number of entries that are unpacked at a time. On a CPU, they should stay in the cache. On accelerators, larger
+# blocks need fewer operations; a block of bfloat16 takes 32 MiB.
 _ENTRIES_ON_CPU, _ENTRIES = 1 << 18, 1 << 24
 
 
