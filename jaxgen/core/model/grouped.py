@@ -66,9 +66,10 @@ class Grouped:
         """
         if bits == 8:
             return (codes ^ np.uint8(128)).view(np.int8)
-        run = run_length(codes.shape[-1])
-        runs = codes.reshape(*codes.shape[:-1], -1, 8, run).astype(np.uint32)
-        words = np.bitwise_or.reduce(runs << (np.arange(8, dtype=np.uint32) * np.uint32(4))[:, None], axis=-2)
+        runs = codes.reshape(*codes.shape[:-1], -1, 8, run_length(codes.shape[-1]))
+        words = np.zeros((*runs.shape[:-2], runs.shape[-1]), np.uint32)
+        for run in range(8):
+            words |= runs[..., run, :].astype(np.uint32) << np.uint32(4 * run)
         return words.reshape(*codes.shape[:-1], -1)
 
     @property
