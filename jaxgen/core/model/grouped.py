@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -242,7 +243,23 @@ def _in_lanes(rows: jax.Array, weight: Grouped) -> jax.Array:
     if weight.bits == 4:
         factors = np.array([2.0 ** (-4 * run) if run < 7 else 1.0 for run in range(8)], np.float32)
         pieces = pieces * np.tile(factors, width // 64)[None, None, :, None]
-    return each_row(_lane_product, (pieces, sums), weight)
+    return each_row(_lane_product, (pieces, sums), _with_wide_scales(rows, weight))
+
+
+def _with_wide_scales(rows: jax.Array, weight: Grouped) -> Grouped:
+    """Convert scales and zeros from float16 to float32, all at once: a CPU takes long to convert single numbers.
+
+    In a branch, XLA cannot convert them before a loop and store them for its duration.
+    """
+    halves = {name: getattr(weight, name) for name in ("scales", "zeros")}
+    halves = {name: array for name, array in halves.items() if array is not None and array.dtype == jnp.float16}
+    if not halves:
+        return weight
+
+    def convert(rows: jax.Array, halves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: array.astype(jnp.float32) for name, array in halves.items()}
+
+    return dataclasses.replace(weight, **workarounds.in_branch(convert, rows, halves))
 
 
 def _lane_product(pieces: tuple[jax.Array, jax.Array], weight: Grouped) -> jax.Array:
