@@ -311,6 +311,20 @@ def test_packed_experts_run_like_the_dense_model(tmp_path, case, kind):
         np.testing.assert_allclose(*logits, atol=1e-4 * np.abs(logits[0]).max())
 
 
+@pytest.mark.parametrize("case", ["qwen2", "gemma2", "qwen2moe", *slow("qwen3", "olmo2", "mixtral", "qwen3moe")])
+def test_float32_vectors_beside_bfloat16_activations(tmp_path, case):
+    """Norms, biases and routers are float32 in packed files, and the activations bfloat16, unless a dtype is given."""
+    file, _, _ = write_model(tmp_path / "model.gguf", case, "Q8_0")
+    params, cfg = load_hf(file)
+    assert cfg.model.dtype == "bfloat16"
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params["model"]["norm"])} == {"float32"}
+    ids = jnp.arange(12, dtype=jnp.int32)[None]
+    logits = CausalLM(cfg.model).apply({"params": params}, ids).logits
+    exact, cfg = load_hf(file, dtype="float32")
+    expected = np.asarray(CausalLM(cfg.model).apply({"params": exact}, ids).logits)
+    np.testing.assert_allclose(logits, expected, atol=0.1 * np.abs(expected).max())
+
+
 def test_experts_in_blocks_are_decoded_one_by_one_or_together():
     rng = np.random.default_rng(1)
     data = rng.integers(0, 256, (4, 8, 2 * 144), np.uint8)

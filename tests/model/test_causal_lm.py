@@ -334,6 +334,15 @@ def test_cache_with_another_number_of_rows_is_refused():
         KVCache.create(CFG, 0, 4)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "olmo2"])
+def test_norms_may_have_wider_weights(family):
+    norm, rng = RMSNorm(dataclasses.replace(CFG, dtype="bfloat16", model_type=family)), np.random.default_rng(0)
+    rows, weight = jnp.asarray(rng.normal(size=(3, 48)), "bfloat16"), rng.normal(size=48).astype("bfloat16")
+    narrow, wide = (norm.apply({"params": {"weight": w}}, rows) for w in (weight, weight.astype(np.float32)))
+    assert wide.dtype == narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide.astype(jnp.float32), narrow.astype(jnp.float32), rtol=2**-7)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gpu_form_of_the_norm_is_exact(dtype):

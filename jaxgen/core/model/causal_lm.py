@@ -90,8 +90,9 @@ class RMSNorm(nn.Module):
             weight = weight.astype(jnp.float32)
         else:
             wide = wide.astype(rows.dtype)
-        factor = 1 + weight if rule.unit_offset else weight
-        return (factor.reshape(*[1] * (rows.ndim - 1), -1) * wide).astype(rows.dtype)
+        factor = (1 + weight if rule.unit_offset else weight).reshape(*[1] * (rows.ndim - 1), -1)
+        dtype = wide.dtype if factor.dtype == wide.dtype else jnp.float32  # GGUF files have float32 weights of norms
+        return (factor.astype(dtype) * wide.astype(dtype)).astype(rows.dtype)
 
 
 class Embedding(nn.Module):
