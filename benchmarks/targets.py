@@ -112,7 +112,7 @@ FORMS = {
     "plain": lambda params: params,
     "fused": fuse_projections,
     "int8": lambda params: jax.tree.map(_int8, params),
-    "int4": lambda params: jax.tree.map(_int4, fuse_projections(params)),
+    "int4": lambda params: _with_packed_layers(fuse_projections(params)),
 }
 
 
@@ -120,6 +120,12 @@ def _int8(weight: jax.Array) -> Any:
     if weight.ndim != 2:
         return weight
     return Int8(weight.astype(jnp.int8), jnp.ones(len(weight)), np.dtype(weight.dtype))
+
+
+def _with_packed_layers(params: Any) -> Any:
+    """Pack the matrices of the layers; as with `quantize="int4"`, the embedding and the head remain arrays."""
+    layers = jax.tree.map(_int4, params["model"]["layers"])
+    return params | {"model": params["model"] | {"layers": layers}}
 
 
 def _int4(weight: jax.Array) -> Any:
