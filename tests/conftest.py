@@ -22,7 +22,7 @@ import jax
 import pytest
 
 from jaxgen import enable_cache
-from tests.support.slow_tests import Choice
+from tests.support.choice import Choice
 
 # Background jobs of a shell ignore Ctrl-C and Ctrl-\, and the processes that tests start would inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -50,11 +50,15 @@ DATA = _find_data()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the slow tests that are not in the part chosen by JAXGEN_SLOW_TESTS."""
-    choice = Choice.of_environment()
-    left_out = [item for item in items if item.get_closest_marker("slow") and not choice.has(item.nodeid)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    """Deselect the tests that are not in the parts chosen by JAXGEN_SLOW_TESTS and JAXGEN_FILES."""
+    slow, files = Choice.of_environment(), Choice.of_environment("JAXGEN_FILES")
+
+    def is_chosen(item: pytest.Item) -> bool:
+        name = item.nodeid
+        return files.has(name.split("::")[0]) and (item.get_closest_marker("slow") is None or slow.has(name))
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = filter(is_chosen, items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,8 +15,8 @@ from convert.errors import SHOWN_PROBLEMS
 from jaxgen import json_file
 from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
 from tests.support.bounded import MOST_SECONDS, bounded
+from tests.support.choice import Choice
 from tests.support.damage import cases
-from tests.support.slow_tests import Choice
 from tests.support.templates import HOSTILE
 
 ROOT = Path(__file__).resolve().parents[2]

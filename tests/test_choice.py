@@ -1,8 +1,8 @@
-"""The slow tests are divided into parts: each test is in exactly one part."""
+"""Tests and files with tests are divided into parts: each is in exactly one part."""
 
 import pytest
 
-from tests.support.slow_tests import Choice
+from tests.support.choice import Choice
 
 TESTS = [f"tests/test_{number // 9}.py::test_it[{number}]" for number in range(500)]
 
@@ -25,7 +25,9 @@ def test_a_choice_is_written_as_part_of_parts_and_seed(monkeypatch):
     monkeypatch.delenv("JAXGEN_SLOW_TESTS", raising=False)
     assert all(map(Choice.of_environment().has, TESTS))
     monkeypatch.setenv("JAXGEN_SLOW_TESTS", "3/12:77")
+    monkeypatch.setenv("JAXGEN_FILES", "1/4:5")
     assert Choice.of_environment() == Choice(3, 12, 77)
+    assert Choice.of_environment("JAXGEN_FILES") == Choice(1, 4, 5)
 
 
 @pytest.mark.parametrize("text", ["", "12:0", "0/4:0", "5/4:0", "1/0:0", "1/4", "1/4:x"])
