@@ -9,8 +9,9 @@ import pytest
 
 from jaxgen import GenerationConfig, InputError, KVCache, StepHook
 from jaxgen.core.decoding.extensions import Extensions
-from jaxgen.core.decoding.forward import Forward, begin_hook, inputs_of, observe, run_model, run_prompts
+from jaxgen.core.decoding.forward import Forward, begin_hook, inputs_of, observe, run_model
 from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.decoding.passes import run_prompts
 from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING

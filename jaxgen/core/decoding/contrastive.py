@@ -76,7 +76,7 @@ class ContrastiveSearch(Mode):
 
     def begin(self, run: Run, rows: Rows, read: Forward) -> ContrastiveState:
         """Return the initial state. The first step chooses the first token."""
-        directions = _directions(read)
+        directions = _directions(run, read)
         return ContrastiveState(
             rows=rows,
             cache=read.cache.fork(run.needs.candidates, run.capacity, shared=True),
@@ -93,7 +93,7 @@ class ContrastiveSearch(Mode):
         tokens, probs, possible = _candidates(run, rows, scores)
         read, candidates = _read(run, rows, tokens, live, state.cache)
         with jax.named_scope("choose"):
-            directions = _directions(read).reshape(*tokens.shape, -1)
+            directions = _directions(run, read).reshape(*tokens.shape, -1)
             cosine = jnp.einsum("bkd,bsd->bks", directions, state.context, precision=lax.Precision.HIGHEST)
             length, width = rows.history.total_length, state.context.shape[1]
             filled = jnp.arange(width, dtype=jnp.int32)[None, None, :] < length[:, None, None]
@@ -154,9 +154,8 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
 
 
-def _directions(read: Forward) -> jax.Array:
-    """Return the hidden states as unit vectors, float32[rows, T, D]. Zeros stay zeros."""
-    assert read.hidden is not None
-    hidden = read.hidden.astype(jnp.float32)
+def _directions(run: Run, read: Forward) -> jax.Array:
+    """Return the hidden states in the stream with the prompt as unit vectors, float32[rows, T, D]. Zeros stay zeros."""
+    hidden = read.hidden_of_prompts(run).astype(jnp.float32)
     length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))
     return hidden / jnp.where(length == 0, 1.0, length)

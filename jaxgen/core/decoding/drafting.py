@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.control import fori_loop, while_loop
-from jaxgen.core.decoding.forward import run_model, run_prompts
+from jaxgen.core.decoding.forward import run_model
+from jaxgen.core.decoding.passes import run_prompts
 from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.decoding.rows import Rows
 from jaxgen.core.decoding.run import Run

@@ -1,4 +1,4 @@
-"""Run the model over the prompts, in one pass or in pieces, and over the newest tokens of each row."""
+"""One pass of the model over new tokens of each row, with the hook before and after it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxgen.control import fori_loop
 from jaxgen.core.decoding import guidance
 from jaxgen.core.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.core.decoding.request import Tokens
@@ -37,8 +35,8 @@ class Forward:
             hook or `Needs.layer_states` is True.
         out: hidden states, attention weights and routed experts at all T positions, if requested.
         cache: the cache, with the tokens added.
-        hidden: `[rows, T, D]`, the last layer's normed hidden states at all T positions in the stream with the prompt;
-            None unless `Needs.final_states` is True.
+        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions; None unless
+            `Needs.final_states` is True.
     """
 
     logits: jax.Array
@@ -52,31 +50,15 @@ class Forward:
         read = dataclasses.replace(self, out=None, cache=None)
         return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), read)
 
+    def hidden_of_prompts(self, run: Run) -> jax.Array:
+        """Return the hidden states in the stream with the prompt, `[rows, T, D]`."""
+        assert self.hidden is not None
+        return guidance.conditional_part(run.cfg, self.hidden)
+
     def select(self, rows: jax.Array) -> Forward:
         """Return the output for one row of each prompt, `rows int32[prompts]`, without `cache` and `hidden`."""
         at = self.cache.row_indices(rows)
         return jax.tree.map(lambda x: take(x, at, at.shape[0]), dataclasses.replace(self, cache=None, hidden=None))
-
-
-def run_prompts(
-    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
-) -> tuple[Forward, Rows]:
-    """Run the prompts through the model, in one pass or in pieces; return the logits at each row's last token.
-
-    Args:
-        run: the constants of the run.
-        rows: the rows, which are returned with the hook's new state.
-        tokens: the prompts, in all streams.
-        cache: a cache of the preceding tokens, to which `tokens` are added.
-        cache_is_empty: True if there are no preceding tokens. On a CPU, attention then skips keys after the last query.
-        following: the number of slots that generation will add, for the hook's attention mask.
-    """
-    tokens, rows = inputs_of(run, rows, tokens, cache, following)
-    last = jnp.maximum(tokens.length - 1, 0)
-    size = run.cfg.prefill_chunk_size
-    if size is not None and size < tokens.ids.shape[1]:
-        return _in_pieces(run, tokens, cache, last, size), rows
-    return in_one_pass(run, tokens, cache, last, 0 if cache_is_empty else None), rows
 
 
 def run_model(
@@ -85,7 +67,7 @@ def run_model(
     """Run the newest tokens of each row through the model, in all streams.
 
     The result contains the logits at each row's last token or, with `all_logits`, at all positions. The other arguments
-    are as in `run_prompts`, except that `tokens` has the rows of one stream.
+    are as in `passes.run_prompts`, except that `tokens` has the rows of one stream.
     """
     if run.guided:
         tokens = guidance.stack(run.cfg, tokens)
@@ -96,7 +78,7 @@ def run_model(
 def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[Tokens, Rows]:
     """Return `tokens` with their adapters, and as changed by the hook, and the rows with the hook's new state.
 
-    The arguments are as in `run_prompts`.
+    The arguments are as in `passes.run_prompts`.
     """
     if run.extensions.hook is not None:
         tokens, rows = _before(run, rows, tokens, cache, following)
@@ -193,12 +175,12 @@ def in_one_pass(
         output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
         output_router_logits=run.cfg.output_routed_experts,
-        context=dataclasses.replace(run.context, adapter=tokens.adapter),
+        context=dataclasses.replace(run.context, adapter=tokens.adapter, left_aligned=True),
     )
     assert out.cache is not None
     hidden = None
     if run.needs.final_states and out.hidden_states is not None:
-        hidden = guidance.conditional_part(run.cfg, out.hidden_states[-1])
+        hidden = out.hidden_states[-1]
     states: tuple[jax.Array, ...] = ()
     if run.reads_states and out.hidden_states is not None:
         states = out.hidden_states
@@ -206,32 +188,3 @@ def in_one_pass(
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
     of_rows = dataclasses.replace(out, cache=None, aux_loss=None)  # all arrays have the rows on their first axis
     return Forward(out.logits, states, of_rows, out.cache, hidden)
-
-
-def _in_pieces(run: Run, tokens: Tokens, cache: KVCache, last: jax.Array, size: int) -> Forward:
-    """Run the tokens in pieces of `size` columns, and return the logits in column `last int32[rows]`."""
-    model = run.model
-    rows, width = tokens.mask.shape
-    tokens = tokens.padded(-(-width // size) * size)
-
-    def one(piece: jax.Array, so_far: Forward) -> Forward:
-        first = piece * size
-        column = jnp.clip(last - first, 0, size - 1)
-        read = in_one_pass(run, tokens.columns(first, size), so_far.cache, column)
-        is_here = (last // size == piece)[:, None, None]
-        logits, states = jax.tree.map(
-            lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
-        )
-        hidden = so_far.hidden
-        if hidden is not None and read.hidden is not None:
-            hidden = lax.dynamic_update_slice_in_dim(hidden, read.hidden, first, axis=1)
-        return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache, hidden=hidden)
-
-    layers = model.num_hidden_layers + 1 if run.reads_states else 0
-    logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
-    states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
-    hidden = None
-    if run.needs.final_states:
-        hidden = jnp.zeros((rows // guidance.streams(run.cfg), tokens.mask.shape[1], model.hidden_size), model.dtype)
-    begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
-    return fori_loop(0, jnp.max(last) // size + 1, one, begin)

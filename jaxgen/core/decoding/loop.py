@@ -44,9 +44,10 @@ from jaxgen.control import while_loop
 from jaxgen.core.config.generation_config import GenerationConfig
 from jaxgen.core.decoding import guidance
 from jaxgen.core.decoding.continuation import UNKNOWN, Continuation
-from jaxgen.core.decoding.forward import Forward, begin_hook, run_prompts
+from jaxgen.core.decoding.forward import Forward, begin_hook
 from jaxgen.core.decoding.logprobs import LogProbs
 from jaxgen.core.decoding.needs import Needs
+from jaxgen.core.decoding.passes import run_prompts
 from jaxgen.core.decoding.recording import Recording, columns_of
 from jaxgen.core.decoding.request import Request, Tokens
 from jaxgen.core.decoding.rows import Rows
