@@ -1,4 +1,4 @@
-"""Test and benchmark an accelerator quickly, in four parts of at most nine minutes each.
+"""Test and benchmark an accelerator quickly, in three parts of at most three and a half minutes each.
 
     python -m benchmarks accelerator 1 --results RESULTS
 
@@ -45,31 +45,32 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The shapes of the checkpoints, the numbers of tokens and rows, and the number of rounds per measurement."""
+    """The shapes of the checkpoints, and numbers of tokens, rows, slots, and prompts for the slots."""
 
     small: str
-    middle: str
     large: str
     prompt: int
-    long_prompt: int
+    long_prompts: tuple[int, ...]
     new_tokens: int
     rows: tuple[int, ...]
-    rounds: int
+    slots: tuple[int, ...]
+    prompts: int
 
 
 SIZES = {
-    "full": Sizes("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", 128, 2048, 64, (8, 64, 256), 3),
-    "tiny": Sizes("tiny", "tiny", "tiny", 16, 64, 100, (2, 4, 8), 1),
+    "full": Sizes("qwen2.5-0.5b", "qwen2.5-7b", 1000, (2048, 8192, 32768), 64, (1, 8, 64, 256), (64, 256), 512),
+    "tiny": Sizes("tiny", "tiny", 16, (64, 128), 32, (1, 2), (2, 4), 8),
 }
 PARTS = {
-    1: "tests, decoding of one row, profiles",
-    2: "beside transformers with torch.compile",
-    3: "many rows, 8-bit weights and caches, reserved slots",
-    4: "the middle size, beams, drafts, training",
+    1: "attention's kernel, long prompts, many rows",
+    2: "slots, the small model, sampling beside the CPU, profiles",
+    3: "beside transformers with torch.compile",
 }
-_CHOSEN = ("-m", "device or not slow", "-k", "device or test_greedy_tokens or test_logits")
-_FILES = ("tests/test_device.py", "tests/parity/test_parity.py")
-_TESTS = ("pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default", *_CHOSEN, *_FILES)
+
+
+def _tests(chosen: str, minutes: float) -> Step:
+    options = ("-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default", "-m", "device")
+    return Step(f"tests-{chosen}", ("pytest", *options, "-k", chosen, "tests/test_device.py"), minutes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +93,12 @@ class Plan:
         words = ("benchmarks", "checkpoint", str(SHAPES / shape), str(self.models / shape))
         return Step(f"checkpoint-{shape}", words, minutes)
 
-    def suite(self, name: str, shape: str, minutes: float, *words: str, prompt: int | None = None) -> Step:
-        """Return the step that runs a suite, with prompts of `prompt` tokens (default: `sizes.prompt`)."""
+    def suite(self, name: str, shape: str, minutes: float, *words: str) -> Step:
+        """Return the step that runs a suite, in one round. The prompts have `sizes.prompt` tokens by default."""
         others = () if self.environments is None else ("--environments", str(self.environments))
-        rounds = ("--rounds", str(self.sizes.rounds))
-        # Training has no prompts.
-        prompts = () if name == "train" else ("--prompt", str(prompt or self.sizes.prompt))
-        return Step(
-            f"{name}-{shape}", ("benchmarks", name, *self._places(shape), *rounds, *prompts, *others, *words), minutes
-        )
+        prompts = () if "--prompt" in words else ("--prompt", str(self.sizes.prompt))
+        places = (*self._places(shape), "--rounds", "1")
+        return Step(f"{name}-{shape}", ("benchmarks", name, *places, *prompts, *others, *words), minutes)
 
     def profile(self, shape: str, mode: str, minutes: float = 1) -> Step:
         """Return the step that profiles a mode with fused projections."""
@@ -111,51 +109,39 @@ class Plan:
     def _places(self, shape: str) -> tuple[str, ...]:
         return ("--model", str(self.models / shape), "--results", str(self.results))
 
+    def slots(self, shape: str, count: int, minutes: float) -> Step:
+        """Return the step that answers many prompts in `count` slots."""
+        sizes = ("--prompts", str(self.sizes.prompts), "--slots", str(count), "--rounds", "1", "--greedy")
+        return Step(f"slots-{shape}-{count}", ("benchmarks", "slots", *self._places(shape), *sizes), minutes)
+
     def steps(self, part: int) -> list[Step]:
         """Return the steps of a part, most valuable first."""
-        small, middle, large = self.sizes.small, self.sizes.middle, self.sizes.large
-        ours = ("--programs", "jaxgen", "jaxgen:fused")
-        beside = ("--programs", "jaxgen:fused", "transformers:compile", "--name", "beside-transformers")
-        lengths = ("--new-tokens", str(self.sizes.new_tokens))
-        rows = ("--rows", *map(str, self.sizes.rows), *lengths)
-        greedy_and_qwen = ("--only", "penalty", "--rows", "1", *lengths)
-        long = {"prompt": self.sizes.long_prompt}
+        sizes, small, large = self.sizes, self.sizes.small, self.sizes.large
+        ours, beside = ("--programs", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
+        beside += ("--name", "beside-transformers")
+        lengths = ("--new-tokens", str(sizes.new_tokens))
+        long, rows = ("--prompt", *map(str, sizes.long_prompts)), ("--rows", *map(str, sizes.rows))
         if part == 1:
             return [
-                self.checkpoint(small, 1),
-                self.suite("sampling", small, 2, *ours, *greedy_and_qwen),
-                self.checkpoint(large, 2),
-                self.suite("sampling", large, 3, *ours, *greedy_and_qwen),
-                self.profile(small, "greedy"),
-                self.profile(large, "greedy", 2),
-                Step("tests", _TESTS, 4),
-                self.profile(small, "qwen"),
+                _tests("attention", 0.75),
+                self.checkpoint(large, 1),
+                self.suite("batch", large, 1.5, *ours, *lengths, *rows),
+                self.suite("prefill", large, 1, *ours, "--rows", "1", *long),
             ]
         if part == 2:
             return [
-                self.checkpoint(small, 1),
-                self.suite("sampling", small, 3, *beside, *greedy_and_qwen),
-                self.checkpoint(large, 2),
-                self.suite("sampling", large, 4, *beside, *greedy_and_qwen),
-                self.suite("prefill", large, 3, *beside, "--rows", "1", **long),
-                self.suite("prefill", small, 3, *beside, "--rows", "1", **long),
+                self.checkpoint(small, 0.5),
+                self.suite("batch", small, 1, *ours, *lengths, *rows),
+                *[self.slots(small, count, 0.75) for count in sizes.slots],
+                _tests("sampling", 1),
+                self.profile(small, "greedy"),
             ]
-        if part == 3:
-            kinds = ("--programs", "jaxgen", "jaxgen:int8")
-            return [
-                self.checkpoint(small, 1),
-                self.suite("batch", small, 3, *kinds, *rows),
-                self.checkpoint(large, 2),
-                self.suite("batch", large, 3, *kinds, *rows),
-                self.suite("capacity", small, 2, *kinds, *lengths, "--only", "32768"),
-                self.suite("capacity", large, 3, *kinds, *lengths, "--only", "32768"),
-            ]
+        most = ("--rows", *map(str, sizes.rows[:-1]))
         return [
-            self.checkpoint(middle, 1),
-            self.suite("decode", middle, 2, *ours, *lengths),
-            self.suite("modes", middle, 4, "--programs", "jaxgen"),
-            self.checkpoint(small, 1),
-            self.suite("train", small, 2, "--programs", "jaxgen", "transformers"),
+            self.checkpoint(small, 0.5),
+            self.suite("batch", small, 1.5, *beside, *lengths, *most),
+            self.checkpoint(large, 1),
+            self.suite("batch", large, 1.5, *beside, *lengths, *most),
         ]
 
 
@@ -254,9 +240,9 @@ def _arguments() -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         epilog="; ".join(f"{part}: {title}" for part, title in PARTS.items()),
     )
-    parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 4; see below")
+    parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 3; see below")
     parser.add_argument("--results", type=Path, required=True, help="the directory for logs and results")
-    parser.add_argument("--minutes", type=float, default=9, help="the time limit for each part")
+    parser.add_argument("--minutes", type=float, default=3.5, help="the time limit for each part")
     parser.add_argument(
         "--environments",
         type=Path,
