@@ -142,7 +142,7 @@ def test_bad_requests_are_refused(words, message, model, tmp_path, capsys):
     [
         (["profile", "--model", "nowhere"], "error: nowhere is not a directory"),
         (["compile", "--target", "h100", "--config", "nowhere"], "error: nowhere/config.json: No such file"),
-        (["accelerator", "5", "--results", "x"], "invalid choice: 5"),
+        (["accelerator", "4", "--results", "x"], "invalid choice: 4"),
         (["accelerator", "1", "--results", "x", "--minutes", "0"], "--minutes must be above 0, got 0"),
         (
             ["accelerator", "1", "--results", "x", "--environments", "nowhere"],
@@ -355,8 +355,8 @@ def test_a_greedy_call_visits_little_code():
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     rows = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|", printed)
     [(files, functions, _), (_, _, calls)] = [[int(number) for number in row] for row in rows]
-    assert files <= 38
-    assert functions <= 245
+    assert files <= 40
+    assert functions <= 251
     assert calls <= 128
     pipeline = "logits/pipeline.py"  # used only if a processor is on
     assert (ROOT / "jaxgen" / "core" / pipeline).exists()

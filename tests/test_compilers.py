@@ -69,6 +69,15 @@ def _compiler_for_an_h100():
     pytest.importorskip("jax_cuda13_plugin", reason="benchmarks/README.md says how to install the compiler for an H100")
 
 
+def compiled(target: str, config: Path, results: Path, *words: str) -> dict[str, str]:
+    """Compile `generate()` with `python -m benchmarks compile`, and return its table."""
+    command = [sys.executable, "-m", "benchmarks", "compile", "--target", target, "--form", "fused"]
+    command += ["--config", str(config), "--results", str(results), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", done.stdout, re.MULTILINE))
+
+
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 @pytest.mark.parametrize(
     ("shape", "prompt", "new_tokens", "operations", "megabytes"),
@@ -77,21 +86,38 @@ def _compiler_for_an_h100():
         ("qwen2.5-7b", 128, 128, 10, 6),
         ("qwen2.5-7b", 128, 3000, 13, 30),
         ("qwen2.5-7b", 32, 3000, 13, 30),
+        ("qwen2.5-7b", 16384, 128, 13, 20),
     ],
 )
 def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(
     shape, prompt, new_tokens, operations, megabytes, tmp_path
 ):
     """Check a step's operations per layer. For the 7B model and 3,200 cache slots, a layer's keys take 3.3 MB."""
-    command = [sys.executable, "-m", "benchmarks", "compile", "--target", "h100", "--form", "fused"]
-    command += ["--config", str(ROOT / "benchmarks" / "shapes" / shape), "--results", str(tmp_path)]
-    command += ["--prompt", str(prompt), "--new-tokens", str(new_tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    figures = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", done.stdout, re.MULTILINE))
+    words = ("--prompt", str(prompt), "--new-tokens", str(new_tokens))
+    figures = compiled("h100", ROOT / "benchmarks" / "shapes" / shape, tmp_path, *words)
     assert float(figures["per layer"]) <= operations
     assert float(figures["bytes written"].removesuffix(" MB")) <= megabytes
     assert figures["of these results of more than 1 MB"] == "0.0 MB"
+
+
+@pytest.mark.usefixtures("_compiler_for_an_h100")
+@pytest.mark.parametrize(("rows", "prompt", "megabytes"), [(64, 2048, 4000), (1, 16384, 1500)])
+def test_prompts_are_read_in_bounded_memory_on_an_h100(rows, prompt, megabytes, tmp_path):
+    config = ROOT / "benchmarks" / "shapes" / "qwen2.5-7b"
+    program = tmp_path / "program.txt"
+    words = ("--rows", str(rows), "--prompt", str(prompt), "--new-tokens", "128", "--hlo", str(program))
+    figures = compiled("h100", config, tmp_path, *words)
+    assert float(figures["memory: arguments, temporaries"].split()[1]) <= megabytes
+    assert "custom-call 28" in figures["kinds"]  # in each layer, a step calls cuDNN's attention once
+    assert "__cudnn$fmha" in program.read_text()
+
+
+def test_a_batch_of_long_prompts_is_compiled_for_a_tpu(tmp_path):
+    """The compiler failed when rows of indices were reshaped to blocks of queries."""
+    shape = json.loads((ROOT / "benchmarks" / "shapes" / "qwen2.5-7b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 4, "max_window_layers": 4}))
+    figures = compiled("v5e:2x2", tmp_path, tmp_path, "--rows", "8", "--prompt", "2048", "--new-tokens", "128")
+    assert float(figures["memory: arguments, temporaries"].split()[1]) <= 700
 
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")

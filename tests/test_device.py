@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,9 @@ from benchmarks.profile import operations
 from jaxgen import CausalLM, GenerationConfig, Tokenizer, demo, fuse_projections, generate, load_hf, score, shard_params
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
+from jaxgen.core.model import attention, cudnn
+from jaxgen.core.model.cache import EMPTY, KeysValues
+from jaxgen.core.model.masks import Visibility
 from jaxgen.core.request.driver import run_whole
 from jaxgen.core.request.prepare import CallInputs, prepare
 from tests.support.models import model_config, random_params
@@ -102,6 +106,34 @@ def test_logits_of_8_bit_weights_match_the_cpu():
     ids = texts().ids
     here, there = both(lambda params: CausalLM(cfg.model).apply({"params": params}, ids).logits, params)
     np.testing.assert_allclose(here, there, rtol=0, atol=2e-3 * np.abs(there).max())
+
+
+@gpu
+@pytest.mark.parametrize(("steps", "slots"), [(1, 8192), (5, 8192), (700, 2048)])
+def test_cudnns_attention_equals_general_operations(steps, slots):
+    """Rows of different lengths, of which one has no earlier tokens; a row alone has the bits of the row in a batch."""
+    rows, heads, kv_heads, width = 4, 8, 2, 64
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(rows, count, size, width)), jnp.bfloat16)
+        for count, size in ((heads, steps), (kv_heads, slots), (kv_heads, slots))
+    )
+    before = jnp.asarray([slots - steps, 0, 77, 1], jnp.int32)
+    index = before[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+    order = jnp.where(jnp.arange(slots)[None] < before[:, None] + steps, jnp.arange(slots)[None], EMPTY)
+    new = [jnp.take_along_axis(x, index[:, None, :, None], axis=2) for x in (k, v)]
+
+    @jax.jit
+    def attend(q, k, v, index, order, new, before):
+        part, seen = KeysValues(k, v, "bfloat16"), Visibility(index, (order.astype(jnp.int32),))
+        kernel = cudnn.attend(q, (part,), seen, cudnn.NewTokens(*new, (before,)))
+        return kernel, attention._at_once(q, (part,), seen)[0]
+
+    kernel, plain = attend(q, k, v, index, order, new, before)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (kernel, plain)), atol=2e-2)
+    for row in range(rows):
+        alone, _ = attend(*jax.tree.map(lambda x, row=row: x[row : row + 1], (q, k, v, index, order, new, before)))
+        np.testing.assert_array_equal(np.asarray(alone[0], np.float32), np.asarray(kernel[row], np.float32))
 
 
 # A model whose cache and weights are much larger than the other arrays of a program.

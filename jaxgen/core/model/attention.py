@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.control import fori_loop
-from jaxgen.core.model import workarounds
+from jaxgen.core.model import cudnn, workarounds
 from jaxgen.core.model.cache import KeysValues
 from jaxgen.core.model.cache_storage import ScaledSlots, Slots, as_numbers
+from jaxgen.core.model.cudnn import NewTokens
 from jaxgen.core.model.masks import Visibility
 from jaxgen.core.model.weights import precision
 from jaxgen.shapes import repeat_rows
@@ -44,6 +45,7 @@ def attention(
     visible: Visibility,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     with_weights: bool = False,
+    new: NewTokens | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend from the queries `q [B, A, T, H]` to the keys and values of all parts.
 
@@ -53,6 +55,7 @@ def attention(
         visible: the keys that each query may see.
         dropout: applied to the attention weights during training.
         with_weights: also return the attention weights. Weights and dropout require computing all scores at once.
+        new: the new tokens, if cuDNN's kernel may be called.
 
     Returns:
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None. S is the number of
@@ -63,8 +66,11 @@ def attention(
         out, weights = _at_once(q, parts, visible, dropout)
         return out, weights if with_weights else None
     steps, slots = q.shape[2], sum([part.slots for part in parts])
-    attend = _recomputed_at_once if all_at_once(steps, slots) else _recomputed_in_blocks
-    return attend(q, tuple(parts), visible), None
+    if all_at_once(steps, slots):
+        return _recomputed_at_once(q, tuple(parts), visible), None
+    if new is not None and not cudnn.fits(q, parts, visible, new):
+        new = None
+    return _recomputed_in_blocks(q, tuple(parts), visible, new), None
 
 
 def all_at_once(steps: int, slots: int) -> bool:
@@ -119,12 +125,14 @@ def _without_later_keys(q: jax.Array, parts: tuple[KeysValues, ...], visible: Vi
     return jnp.concatenate([attend(begin) for begin in range(0, steps, _CAUSAL_BLOCK)], axis=2)
 
 
-def _in_blocks(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility) -> jax.Array:
-    """Attend block by block, using the platform's implementation."""
+def _in_blocks(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility, new: NewTokens | None) -> jax.Array:
+    """Attend block by block, using the platform's implementation. On a GPU, it is cuDNN's unless `new` is None."""
     if q.shape[2] <= _FEW_QUERIES:
         forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
     else:
         forms = {"cpu": _on_cpu, "default": _over_queries}
+    if new is not None:
+        forms["cuda"] = functools.partial(cudnn.attend, new=new)
     return lax.platform_dependent(q, parts, visible, **forms)
 
 
@@ -308,4 +316,6 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
 
 
 _recomputed_at_once = workarounds.recomputed(_short_inputs)
-_recomputed_in_blocks = workarounds.recomputed(_in_blocks, _over_queries)
+_recomputed_in_blocks = workarounds.recomputed(
+    _in_blocks, lambda q, parts, visible, new: _over_queries(q, parts, visible)
+)

@@ -30,6 +30,7 @@ from jaxgen.core.model.attention import attention
 from jaxgen.core.model.cache import KeysValues, KVCache
 from jaxgen.core.model.config import LayerSpec, ModelConfig
 from jaxgen.core.model.context import NO_CONTEXT, Context
+from jaxgen.core.model.cudnn import NewTokens
 from jaxgen.core.model.experts import Routing, SparseMLP
 from jaxgen.core.model.feed_forward import MLP, Linear, project
 from jaxgen.core.model.loss import mean_loss, router_loss
@@ -151,7 +152,10 @@ class Attention(nn.Module):
                 scale=cfg.attention_scale,
                 softcap=cfg.attn_logit_softcapping,
             )
-            out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions)
+            new = None
+            if placement.before is not None and placement.context.calls_libraries:
+                new = NewTokens(k, v, placement.before)
+            out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions, new)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, placement.context), weights, last
 
@@ -315,9 +319,9 @@ class CausalLM(nn.Module):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
         x = self._inputs(ids, inputs_embeds)
         placement, cache, overflow = place(
-            self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
+            self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask, context
         )
-        placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
+        placement = dataclasses.replace(placement, output_attentions=output_attentions)
         if isinstance(routed_experts, tuple):
             routed_experts = jnp.stack(routed_experts)
         self._check_routing(x, routed_experts, output_router_logits)

@@ -92,7 +92,8 @@ class Visibility:
 
         def cut(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
-            return x.reshape(x.shape[0], -1, size).swapaxes(0, 1)
+            # XLA's compiler for TPUs fails if it reshapes the rows of some batches, such as 8 rows of 2,048 tokens.
+            return x.T.reshape(-1, size, x.shape[0]).swapaxes(1, 2)
 
         return cut(self.queries), None if self.first is None else cut(self.first)
 
@@ -185,6 +186,8 @@ class Placement:
             without a cache.
         visible: the keys that the tokens may see, before a layer applies its window.
         context: the context of the pass.
+        before: for each part of the cache, int32[B], the number of its slots that are filled with earlier tokens; None
+            if a row's tokens may be in other slots than the first ones, if some are hidden, or without a cache.
         output_attentions: whether to return the attention weights; static.
     """
 
@@ -192,6 +195,7 @@ class Placement:
     slots: jax.Array | None
     visible: Visibility
     context: Context = NO_CONTEXT
+    before: tuple[jax.Array, ...] | None = None
     output_attentions: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -204,15 +208,16 @@ def place(
     position_ids: jax.Array | None,
     segment_ids: jax.Array | None,
     key_mask: jax.Array | None,
+    context: Context = NO_CONTEXT,
 ) -> tuple[Placement, KVCache | None, jax.Array | None]:
     """Find the positions, cache slots and visible keys of the new tokens, whose embeddings are `x [B, T, D]`.
 
-    For the arguments after `x`, see `CausalLM.__call__`. Return the tokens' placement, the cache with its new lengths,
+    For the other arguments, see `CausalLM.__call__`. Return the tokens' placement, the cache with its new lengths,
     and bool[B], True for rows whose tokens do not fit. Without a cache, the last two results are None.
     """
     batch, steps, _ = x.shape
     mask = _mask(attention_mask, batch, steps)
-    first = start = None
+    first = start = before = None
     if cache is None:
         start = 0
         if cache_position is not None:
@@ -234,6 +239,9 @@ def place(
         cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
         orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]
         cache.check_model(cfg)
+        if context.left_aligned and key_mask is None and all(part.owners is None for part in cache.parts):
+            of_new = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+            before = (*[repeat_rows(part.length, batch) for part in cache.parts[:-1]], cache.length - of_new)
 
     if position_ids is not None:
         positions = _per_token("position_ids", position_ids, batch, steps)
@@ -246,7 +254,7 @@ def place(
             raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
         orders = [hide_keys(key_mask, keys) for keys in orders]
     visible = Visibility(order, tuple(orders), first, start=start)
-    return Placement(rotations, slots, visible), cache, overflow
+    return Placement(rotations, slots, visible, context, before), cache, overflow
 
 
 def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
