@@ -171,7 +171,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("options", [SAMPLING, BEAMS, {"prompt_lookup_num_tokens": 3}, *slow(*OTHERS)], ids=str)
+@pytest.mark.parametrize("options", [SAMPLING, *slow(BEAMS, {"prompt_lookup_num_tokens": 3}, *OTHERS)], ids=str)
 def test_score_replays_the_experts_of_a_generated_text(options):
     logprobs = None if {"num_beams", "dola_layers", "guidance_scale"} & set(options) else "logits"
     cfg = CFG.replace(output_routed_experts=True, output_logprobs=logprobs, **options)
