@@ -116,8 +116,11 @@ def test_a_batch_of_long_prompts_is_compiled_for_a_tpu(tmp_path):
     """The compiler failed when rows of indices were reshaped to blocks of queries."""
     shape = json.loads((ROOT / "benchmarks" / "shapes" / "qwen2.5-7b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 4, "max_window_layers": 4}))
-    figures = compiled("v5e:2x2", tmp_path, tmp_path, "--rows", "8", "--prompt", "2048", "--new-tokens", "128")
+    program = tmp_path / "program.txt"
+    words = ("--rows", "8", "--prompt", "2048", "--new-tokens", "128", "--hlo", str(program))
+    figures = compiled("v5e:2x2", tmp_path, tmp_path, *words)
     assert float(figures["memory: arguments, temporaries"].split()[1]) <= 700
+    assert "splash_mqa_fwd" in program.read_text()
 
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")

@@ -18,7 +18,7 @@ from benchmarks.profile import operations
 from jaxgen import CausalLM, GenerationConfig, Tokenizer, demo, fuse_projections, generate, load_hf, score, shard_params
 from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
-from jaxgen.core.model import attention, cudnn
+from jaxgen.core.model import attention, cudnn, flash
 from jaxgen.core.model.cache import EMPTY, KeysValues
 from jaxgen.core.model.masks import Visibility
 from jaxgen.core.request.driver import run_whole
@@ -126,7 +126,7 @@ def test_cudnns_attention_equals_general_operations(steps, slots):
     @jax.jit
     def attend(q, k, v, index, order, new, before):
         part, seen = KeysValues(k, v, "bfloat16"), Visibility(index, (order.astype(jnp.int32),))
-        kernel = cudnn.attend(q, (part,), seen, cudnn.NewTokens(*new, (before,)))
+        kernel = flash.attend(q, (part,), seen, flash.NewTokens(*new, (before,)), cudnn)
         return kernel, attention._at_once(q, (part,), seen)[0]
 
     kernel, plain = attend(q, k, v, index, order, new, before)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.control import fori_loop
-from jaxgen.core.model import cudnn, workarounds
+from jaxgen.core.model import flash, workarounds
 from jaxgen.core.model.cache import KeysValues
 from jaxgen.core.model.cache_storage import ScaledSlots, Slots, as_numbers
-from jaxgen.core.model.cudnn import NewTokens
+from jaxgen.core.model.flash import NewTokens
 from jaxgen.core.model.masks import Visibility
 from jaxgen.core.model.weights import precision
 from jaxgen.shapes import repeat_rows
@@ -55,7 +55,7 @@ def attention(
         visible: the keys that each query may see.
         dropout: applied to the attention weights during training.
         with_weights: also return the attention weights. Weights and dropout require computing all scores at once.
-        new: the new tokens, if cuDNN's kernel may be called.
+        new: the new tokens, if a library's kernel may be called.
 
     Returns:
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None. S is the number of
@@ -68,8 +68,6 @@ def attention(
     steps, slots = q.shape[2], sum([part.slots for part in parts])
     if all_at_once(steps, slots):
         return _recomputed_at_once(q, tuple(parts), visible), None
-    if new is not None and not cudnn.fits(q, parts, visible, new):
-        new = None
     return _recomputed_in_blocks(q, tuple(parts), visible, new), None
 
 
@@ -126,13 +124,14 @@ def _without_later_keys(q: jax.Array, parts: tuple[KeysValues, ...], visible: Vi
 
 
 def _in_blocks(q: jax.Array, parts: tuple[KeysValues, ...], visible: Visibility, new: NewTokens | None) -> jax.Array:
-    """Attend block by block, using the platform's implementation. On a GPU, it is cuDNN's unless `new` is None."""
+    """Attend block by block, using the platform's implementation, which may be a library's if `new` is not None."""
     if q.shape[2] <= _FEW_QUERIES:
         forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
     else:
         forms = {"cpu": _on_cpu, "default": _over_queries}
     if new is not None:
-        forms["cuda"] = functools.partial(cudnn.attend, new=new)
+        for platform, kernel in flash.kernels(q, parts, visible).items():
+            forms[platform] = functools.partial(flash.attend, new=new, kernel=kernel)
     return lax.platform_dependent(q, parts, visible, **forms)
 
 

@@ -30,9 +30,9 @@ from jaxgen.core.model.attention import attention
 from jaxgen.core.model.cache import KeysValues, KVCache
 from jaxgen.core.model.config import LayerSpec, ModelConfig
 from jaxgen.core.model.context import NO_CONTEXT, Context
-from jaxgen.core.model.cudnn import NewTokens
 from jaxgen.core.model.experts import Routing, SparseMLP
 from jaxgen.core.model.feed_forward import MLP, Linear, project
+from jaxgen.core.model.flash import NewTokens
 from jaxgen.core.model.loss import mean_loss, router_loss
 from jaxgen.core.model.masks import Placement, place
 from jaxgen.core.model.rope import rotate

@@ -1,11 +1,13 @@
-"""Attention by cuDNN's kernel: the keys it is called for, by a stand-in with the same arguments, and when it is called.
+"""Attention by a library's kernel: the keys it is called for, by a stand-in, and when it is called.
 
-No GPU is needed. `tests/test_compilers.py` checks that an H100's compiler accepts the calls, and `tests/test_device.py`
-compares the kernel's results on a GPU.
+No accelerator is needed: splash attention is interpreted, and cuDNN's kernel is not called. `tests/test_compilers.py`
+checks that the compilers for an H100 and a TPU accept the calls, and `tests/test_device.py` compares cuDNN's results on
+a GPU.
 """
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxgen import CausalLM, KVCache
-from jaxgen.core.model import attention as attention_module, cudnn
+from jaxgen.core.model import attention as attention_module, cudnn, flash, splash
 from jaxgen.core.model.cache import KeysValues
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.cudnn import NewTokens
 from jaxgen.core.model.masks import Visibility
 from tests.support.models import model_config, random_params
 
@@ -41,7 +42,7 @@ def mask(width: int, *lengths: int) -> jax.Array:
 
 
 def stand_in(q, keys, values, *, scale, causal=False, window=None, lengths=None):
-    """Do what `cudnn._call` does, with general operations."""
+    """Do what `flash.Kernel.call` promises, with general operations."""
     assert window is None or causal
     local = None if window is None else (window - 1, 0)
     q, keys, values = (x.swapaxes(1, 2) for x in (q, keys, values))
@@ -64,10 +65,8 @@ def called(monkeypatch) -> list[dict]:
 
     def attend(q, parts, visible, new):
         assert new is not None
-        return cudnn.attend(q, parts, visible, new)
+        return flash.attend(q, parts, visible, new, SimpleNamespace(call=call, key_blocks=cudnn.key_blocks))
 
-    monkeypatch.setattr(cudnn, "_call", call)
-    monkeypatch.setattr(cudnn, "fits", lambda q, parts, visible, new: new is not None)
     monkeypatch.setattr(attention_module, "all_at_once", lambda steps, slots: False)
     monkeypatch.setattr(attention_module, "_recomputed_in_blocks", attend)
     return calls
@@ -174,10 +173,28 @@ def test_beams_and_hidden_keys_are_left_to_general_operations(called):
     assert not called
 
 
+# --- Splash attention ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "options"),
+    [(256, {"causal": True}), (256, {"causal": True, "window": 50}), (384, {"lengths": jnp.asarray([384, 3])})],
+    ids=["causal", "window", "lengths"],
+)
+def test_splash_attention_does_what_the_stand_in_does(slots, options):
+    q, keys, values = (
+        jnp.asarray(RNG.normal(size=(2, heads, size, 128)), jnp.float32)
+        for heads, size in ((4, 256), (2, slots), (2, slots))
+    )
+    found = splash.call(q, keys, values, scale=0.1, **options, interpret=True)
+    for x, y in zip(found, stand_in(q, keys, values, scale=0.1, **options), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 # --- When it is called --------------------------------------------------------------------------------------------
 
 
-def fits(rows=1, steps=1024, heads=2, width=64, dtype="bfloat16", slots=(2048,), scaled=False, **visible) -> bool:
+def kernels(rows=1, steps=1024, heads=2, width=128, dtype="bfloat16", slots=(2048,), scaled=False, **visible) -> str:
     model = dataclasses.replace(model_config(), num_key_value_heads=heads, head_dim=width, dtype=dtype)
     q = jax.ShapeDtypeStruct((rows, 2 * heads, steps, width), dtype)
     parts = [
@@ -185,40 +202,46 @@ def fits(rows=1, steps=1024, heads=2, width=64, dtype="bfloat16", slots=(2048,),
         for n in slots
     ]
     seen = Visibility(jnp.zeros((rows, steps), jnp.int32), (), **visible)
-    new = NewTokens(jax.ShapeDtypeStruct((rows, heads, steps, width), dtype), q, ())
-    assert not cudnn.fits(q, parts, seen, None)
-    return cudnn.fits(q, parts, seen, new)
+    return " ".join(flash.kernels(q, parts, seen))
 
 
 @pytest.mark.parametrize(
     ("expected", "call"),
     [
-        (True, {}),
-        (True, {"dtype": "float16"}),
-        (False, {"dtype": "float32"}),
-        (False, {"scaled": True}),
-        (False, {"width": 256}),
-        (False, {"width": 20}),
-        (False, {"softcap": 30.0}),
-        (True, {"window": 4096}),
-        (True, {"window": 512, "start": 0}),
-        (False, {"window": 512}),
-        (False, {"window": 512, "start": 0, "slots": (64, 2048)}),
-        (False, {"steps": 1, "rows": 8}),
-        (True, {"steps": 1, "rows": 8, "slots": (64, 8192)}),
-        (True, {"steps": 1, "rows": 32}),
-        (False, {"steps": 1, "rows": 32, "window": 512}),
+        ("cuda tpu", {}),
+        ("cuda tpu", {"dtype": "float16"}),
+        ("", {"dtype": "float32"}),
+        ("", {"scaled": True}),
+        ("tpu", {"width": 256}),
+        ("cuda", {"width": 64}),
+        ("", {"width": 20}),
+        ("", {"softcap": 30.0}),
+        ("cuda tpu", {"window": 4096}),
+        ("cuda tpu", {"window": 512, "start": 0}),
+        ("", {"window": 512}),
+        ("", {"window": 512, "start": 0, "slots": (64, 2048)}),
+        ("cuda", {"steps": 1000}),
+        ("cuda", {"slots": (1000,)}),
+        ("", {"steps": 1, "rows": 8}),
+        ("cuda", {"steps": 1, "rows": 8, "slots": (64, 8192)}),
+        ("cuda", {"steps": 1, "rows": 32}),
+        ("", {"steps": 1, "rows": 32, "window": 512}),
     ],
 )
-def test_the_kernel_is_called_if_it_supports_the_arguments_and_fills_the_gpu(monkeypatch, expected, call):
-    monkeypatch.setattr(cudnn, "kernel", lambda: fused_attention_stablehlo)
-    assert fits(**call) is expected
+def test_kernels_are_called_if_they_support_the_arguments_and_are_faster(monkeypatch, expected, call):
+    monkeypatch.setattr(cudnn, "library", lambda: fused_attention_stablehlo)
+    monkeypatch.setattr(splash, "_is_installed", lambda: True)
+    assert kernels(**call) == expected
 
 
-def test_without_cudnn_nothing_is_called():
-    if jax.default_backend() != "gpu" and fused_attention_stablehlo.cuda_versions is None:
-        assert cudnn.kernel() is None
-        assert not fits()
+def test_a_kernel_whose_library_is_missing_is_not_called(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", None)
+    monkeypatch.setattr(splash.importlib.util, "find_spec", lambda name: None)
+    for cached in (cudnn.library, splash._is_installed):
+        cached.cache_clear()
+    assert kernels() == ""
+    for cached in (cudnn.library, splash._is_installed):
+        cached.cache_clear()
 
 
 def test_jax_has_the_private_function():
