@@ -63,7 +63,7 @@ SIZES = {
 }
 PARTS = {
     1: "attention's kernel, long prompts, many rows",
-    2: "slots, the small model, sampling beside the CPU, profiles",
+    2: "slots, the small model, sampling compared with the CPU, a profile",
     3: "beside transformers with torch.compile",
 }
 

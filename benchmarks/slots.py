@@ -53,7 +53,7 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
     """Return the functions to measure; each returns the number of tokens that it generated."""
     rng = np.random.default_rng(0)
     width, rows = args.width[1], args.slots // args.sequences
-    ids = rng.integers(5, 1000, (args.prompts, width), np.int32)
+    ids = rng.integers(5, min(1000, cfg.model.vocab_size), (args.prompts, width), np.int32)
     mask = np.arange(width)[None, :] >= width - rng.integers(args.width[0], width + 1, args.prompts)[:, None]
     keys = jax.random.split(jax.random.key(0), args.prompts)
     lengths = rng.integers(args.answers[0], args.answers[1] + 1, args.prompts, np.int32)

@@ -29,9 +29,9 @@ def fori_loop(first: Any, end: Any, body: Callable, begin: Any, reads: Any = ())
     return lax.fori_loop(first, end, _over(axes, body), _varying(axes, begin))
 
 
-def scan(body: Callable, begin: Any, inputs: Any) -> Any:
-    """Call `jax.lax.scan`."""
-    if not (axes := _axes((begin, inputs))):
+def scan(body: Callable, begin: Any, inputs: Any, reads: Any = ()) -> Any:
+    """Call `jax.lax.scan`. `reads` contains arrays that the body reads and that `begin` does not depend on."""
+    if not (axes := _axes((begin, inputs, reads))):
         return lax.scan(body, begin, inputs)
     return lax.scan(_over(axes, body), _varying(axes, begin), inputs)
 
@@ -50,6 +50,11 @@ def alike(*values: Any) -> tuple[Any, ...]:
     """
     axes = _axes(values)
     return _varying(axes, values) if axes else values
+
+
+def varies(tree: Any) -> bool:
+    """Return True inside `jax.shard_map` if any value in a tree varies over a mesh axis."""
+    return bool(_axes(tree))
 
 
 def _axes(tree: Any) -> frozenset[str]:

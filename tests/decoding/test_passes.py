@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxgen import GenerationConfig, KVCache, generate, prefill
+from jaxgen import GenerationConfig, KVCache, generate, prefill, shard_params
 from jaxgen.core.decoding import passes
 from jaxgen.core.decoding.needs import Needs
 from jaxgen.core.decoding.passes import TOKENS_PER_PASS, pass_shape, run_prompts
@@ -15,6 +16,7 @@ from jaxgen.core.decoding.request import Tokens
 from jaxgen.core.model.context import Context
 from tests.support.models import all_generated, model_config, random_params
 from tests.support.prepared_calls import begun, prepared
+from tests.test_meshes import mesh_of_shape
 
 MODEL = model_config(num_hidden_layers=1, max_position_embeddings=16384)
 PARAMS = random_params(MODEL)
@@ -147,7 +149,17 @@ def test_a_large_batch_is_answered_like_its_parts(options):
             np.testing.assert_allclose(x, np.concatenate([y, z]), atol=1e-4)
 
 
-@pytest.mark.parametrize("cached", [1, 9, ROWS])
+@pytest.mark.parametrize(
+    ("rows", "cached", "expected"),
+    [(45, 1, 23), (45, 45, 23), (45, 9, 15), (45, 3, 15), (64, 2, 32), (64, 32, 32), (61, 1, 31)],
+)
+def test_a_group_has_whole_rows_of_a_shared_prefix(rows, cached, expected):
+    run = prepared([[1]], CFG, PARAMS, eager=True).run
+    tokens = Tokens(jnp.zeros((rows, WIDTH), jnp.int32), jnp.ones((rows, WIDTH), bool))
+    assert pass_shape(run, tokens, KVCache.create(MODEL, cached, 1).fork(rows // cached, WIDTH)) == (expected, WIDTH)
+
+
+@pytest.mark.parametrize("cached", [1, 3, 9, ROWS])
 def test_a_large_batch_continues_a_cache(cached):
     ids, mask = prompts()
     before, before_mask = prompts(cached, 16, seed=1)
@@ -158,6 +170,27 @@ def test_a_large_batch_continues_a_cache(cached):
     half = slice(0, 20)
     whole = generate(PARAMS, joined[half], None, CFG, attention_mask=joined_mask[half])
     assert all_generated(out)[half] == all_generated(whole)
+
+
+def test_each_device_reads_its_rows_in_groups():
+    params = shard_params(PARAMS, MODEL, mesh_of_shape((2, 1)))
+    ids, mask = prompts(2 * ROWS)
+    out = generate(params, ids, None, CFG, attention_mask=mask)
+    assert all_generated(out) == all_generated(generate(PARAMS, ids, None, CFG, attention_mask=mask))
+
+
+def test_a_large_batch_inside_shard_map():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    ids, mask = prompts()
+
+    def sequences(params, ids, mask):
+        return generate(params, ids, None, CFG, attention_mask=mask).sequences
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        mapped = jax.shard_map(sequences, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"))
+        found = jax.jit(mapped)(PARAMS, ids, mask)
+    np.testing.assert_array_equal(found, generate(PARAMS, ids, None, CFG, attention_mask=mask).sequences)
 
 
 def test_a_long_prompt_is_answered_like_one_pass_over_it():

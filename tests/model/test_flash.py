@@ -191,6 +191,58 @@ def test_splash_attention_does_what_the_stand_in_does(slots, options):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+# --- cuDNN's kernel -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(monkeypatch) -> list[str]:
+    """Replace jax's private module by the stand-in, and return the masks of its calls that follow."""
+    masks = []
+
+    def call(q, keys, values, *, mask_type, sliding_window_length, scale, qkv_layout, return_residual, **lengths):
+        assert (qkv_layout, return_residual) == ("BNTH", True)
+        assert sorted(lengths) == (["kv_seqlen", "q_seqlen"] if mask_type == "padding" else [])
+        masks.append(mask_type)
+        given = {"causal": mask_type == "causal", "window": sliding_window_length, "lengths": lengths.get("kv_seqlen")}
+        assert q.shape[0] == keys.shape[0] == values.shape[0] == lengths.get("q_seqlen", q).shape[0]
+        return stand_in(q, keys, values, scale=scale, **given)
+
+    names = SimpleNamespace(PADDING="padding", CAUSAL="causal", NO_MASK="none")
+    monkeypatch.setattr(cudnn, "library", lambda: SimpleNamespace(dot_product_attention=call, MaskType=names))
+    return masks
+
+
+def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    return [jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def test_cudnn_is_told_what_to_mask(library):
+    q, keys, values = arrays((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    for options in ({"causal": True}, {"causal": True, "window": 2}, {"lengths": jnp.asarray([6, 3])}, {}):
+        found = cudnn.call(q, keys, values, scale=0.1, **options)
+        for x, y in zip(found, stand_in(q, keys, values, scale=0.1, **options), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-6)
+    assert library == ["causal", "causal", "padding", "none"]
+
+
+@pytest.mark.parametrize("axes", [(0, None, None, None), (0, 0, 0, None), (None, None, None, 0), (0, 1, 1, 0)])
+def test_cudnn_reads_rows_of_a_vmap_as_rows(library, axes):
+    shapes = ((2, 4, 1, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    pairs = zip(shapes, axes[:3], strict=True)
+    given = arrays(*(shape if axis is None else (*shape[:axis], 3, *shape[axis:]) for shape, axis in pairs))
+    lengths = jnp.asarray([[6, 3], [1, 2], [4, 4]]) if axes[3] == 0 else jnp.asarray([5, 2])
+
+    def call(q, keys, values, lengths):
+        return cudnn.call(q, keys, values, scale=0.1, lengths=lengths)
+
+    found = jax.vmap(call, in_axes=axes)(*given, lengths)
+    for index in range(3):
+        batched = zip((*given, lengths), axes, strict=True)
+        arguments = [x if axis is None else jnp.take(x, index, axis) for x, axis in batched]
+        for x, y in zip(found, call(*arguments), strict=True):
+            np.testing.assert_allclose(x[index], y, atol=1e-6)
+
+
 # --- When it is called --------------------------------------------------------------------------------------------
 
 

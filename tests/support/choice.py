@@ -24,7 +24,7 @@ class Choice:
         found = re.fullmatch(r"(\d+)/(\d+):(\d+)", text)
         choice = cls(*map(int, found.groups())) if found else None
         if choice is None or not 1 <= choice.part <= choice.parts:
-            raise ValueError(f"{variable} must be PART/PARTS:SEED, as 1/12:0, got {text!r}")
+            raise ValueError(f"{variable} must be PART/PARTS:SEED, such as 1/12:0, got {text!r}")
         return choice
 
     @classmethod

@@ -41,7 +41,7 @@ def run_prompts(
         rows: the rows, which are returned with the hook's new state.
         tokens: the prompts, in all streams.
         cache: a cache of the preceding tokens, to which `tokens` are added.
-        cache_is_empty: True if there are no preceding tokens. On a CPU, attention then skips keys after the last query.
+        cache_is_empty: True if there are no preceding tokens, so that attention need not look for any.
         following: the number of slots that generation will add, for the hook's attention mask.
     """
     tokens, rows = inputs_of(run, rows, tokens, cache, following)
@@ -64,13 +64,20 @@ def pass_shape(run: Run, tokens: Tokens, cache: KVCache) -> tuple[int | None, in
     columns = min(run.cfg.prefill_chunk_size or width, width)
     # Under the caller's jit, rows may be on any of several devices, and must stay there. Sizes may also be symbolic.
     is_placed = run.mesh is not None or run.context.on_one_device
-    if not is_placed or not isinstance(rows * width, int) or cache.owners is not None:
+    copies = [rows // part.rows for part in cache.parts[:-1] if 1 < part.rows < rows]
+    if not is_placed or not isinstance(rows * width, int) or (run.mesh is not None and copies):
         return None, columns
     if columns > TOKENS_PER_PASS and run.cfg.prefill_chunk_size is None and _can_cut(run):
         columns = -(-width // -(-width // TOKENS_PER_PASS))
-    each = rows // rows_on(run.mesh, 1)
-    groups = -(-each // max(TOKENS_PER_PASS // columns, 1))
-    return None if groups == 1 else -(-each // groups), columns
+    each, most = rows // rows_on(run.mesh, 1), max(TOKENS_PER_PASS // columns, 1)
+    groups = -(-each // most)
+    if groups == 1:
+        return None, columns
+    if not copies:
+        return -(-each // groups), columns
+    # A group must have all rows of its prefix rows, or rows of only one, and the last group must not begin early.
+    heights = [height for height in range(1, most + 1) if each % height == 0]
+    return max(h for h in heights if all(h % count == 0 or count % h == 0 for count in copies)), columns
 
 
 def _can_cut(run: Run) -> bool:
@@ -102,15 +109,24 @@ def _in_groups(read: Read, tokens: Tokens, cache: KVCache, last: jax.Array, part
 
         return jax.tree.map(to_part, tree, new)
 
+    def of_group(prefix: KVCache | None, begin: jax.Array) -> KVCache | None:
+        if prefix is None or prefix.rows == 1:
+            return prefix
+        copies, part = rows // prefix.rows, dataclasses.replace(prefix, prefix=None, streams=1)
+        if copies == 1:
+            part = cut(part, begin)
+        else:  # see `pass_shape`
+            part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, begin // copies, max(height // copies, 1)), part)
+        return dataclasses.replace(part, prefix=of_group(prefix.prefix, begin))
+
     def one(own: KVCache, group: jax.Array) -> tuple[KVCache, Forward]:
         begin = jnp.minimum(group * height, each - height)
         index = begin + jnp.arange(height, dtype=jnp.int32)
         is_new = jnp.tile(index >= group * height, parts)
         given = cut(tokens, begin)
         given = dataclasses.replace(given, mask=given.mask & is_new[:, None])
-        row = (jnp.arange(parts, dtype=jnp.int32)[:, None] * each + index[None, :]).reshape(-1)
         before = cut(own, begin)
-        prefix = _prefix_of(cache.prefix, row, rows)
+        prefix = of_group(cache.prefix, begin)
         out = read(given, dataclasses.replace(before, prefix=prefix), cut(last, begin))
         length = jnp.where(is_new, out.cache.length, before.length)
         own = put(own, dataclasses.replace(out.cache, prefix=None, length=length), begin)
@@ -118,7 +134,7 @@ def _in_groups(read: Read, tokens: Tokens, cache: KVCache, last: jax.Array, part
 
     groups = -(-each // height)
     own = dataclasses.replace(cache, prefix=None, streams=1)
-    own, outs = scan(one, own, jnp.arange(groups, dtype=jnp.int32))
+    own, outs = scan(one, own, jnp.arange(groups, dtype=jnp.int32), reads=(tokens, last))
     index = jnp.arange(each, dtype=jnp.int32)
     group = index // height
     within = index - jnp.minimum(group * height, each - height)
@@ -129,15 +145,6 @@ def _in_groups(read: Read, tokens: Tokens, cache: KVCache, last: jax.Array, part
 
     cache = dataclasses.replace(own, prefix=cache.prefix, streams=cache.streams)
     return dataclasses.replace(jax.tree.map(in_order, outs), cache=cache)
-
-
-def _prefix_of(prefix: KVCache | None, row: jax.Array, rows: int) -> KVCache | None:
-    """Return the prefix of the rows at the indices `row int32[n]`, of a cache with `rows` rows."""
-    if prefix is None or prefix.rows == 1:
-        return prefix
-    row = row // (rows // prefix.rows)
-    own = jax.tree.map(lambda x: x[row], dataclasses.replace(prefix, prefix=None, streams=1))
-    return dataclasses.replace(own, prefix=_prefix_of(prefix.prefix, row, prefix.rows))
 
 
 def _in_pieces(run: Run, tokens: Tokens, cache: KVCache, last: jax.Array, size: int) -> Forward:

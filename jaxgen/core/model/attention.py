@@ -2,8 +2,9 @@
 
 For short inputs, all scores are computed at once. A CPU may instead process one block of queries at a time and skip the
 keys after that block. Longer inputs are processed in blocks of queries, blocks of keys (with a running softmax), or
-both, so that no array grows quadratically with the length. The choice of method depends only on the platform and on
-static values, such as shapes.
+both, so that no array grows quadratically with the length. A GPU or a TPU may use a library's kernel instead: see
+`flash`. The choice of method depends only on the platform, on installed libraries, and on static values, such as
+shapes.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxgen.control import varies
 from jaxgen.core.model import workarounds
 from jaxgen.core.model.attention import attention
 from jaxgen.core.model.cache import KeysValues, KVCache
@@ -153,7 +154,7 @@ class Attention(nn.Module):
                 softcap=cfg.attn_logit_softcapping,
             )
             new = None
-            if placement.before is not None and placement.context.calls_libraries:
+            if placement.before is not None and placement.context.calls_libraries and not varies(q):
                 new = NewTokens(k, v, placement.before)
             out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions, new)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
@@ -308,7 +309,7 @@ class CausalLM(nn.Module):
             output_hidden_states, output_attentions: also return the hidden states or the attention weights.
             output_router_logits: also return the routers' logits, choices and loss. `loss` then includes the routers'
                 loss, times `router_aux_loss_coef`.
-            context: information about the pass, used in multiplications by weights; see `Context`.
+            context: information about the pass; see `Context`.
 
         Raises:
             InputError: shapes do not match, or a row's tokens would extend past the cache's end, start in its prefix,

@@ -1,4 +1,4 @@
-"""`Context`: information about one pass through the model, used in multiplications by weights."""
+"""`Context`: information about one pass through the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 @flax.struct.dataclass
 class Context:
-    """Information about one pass through the model, passed as an argument to `Weight.product`.
+    """Information about one pass through the model, which attention and `Weight.product` use.
 
     Attributes:
         divided: whether the weights are split across a mesh, or None if unknown; static. A split rules out some ways to

@@ -1,7 +1,7 @@
-"""Attention by a library's kernel, on a GPU or a TPU: no scores are stored, and a row's keys are read up to its length.
+"""Attention by a library's kernel, on a GPU or a TPU, which stores no scores.
 
-A kernel computes attention to keys that all queries of a row see, or to the new tokens, each of which sees the ones up
-to itself. Results for different keys are combined by the sums of their exponentials.
+A kernel attends either to keys that all of a row's queries see, or causally to the new tokens. Results for different
+keys are combined by their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _LOWEST = jnp.finfo(jnp.float32).min
 
 @flax.struct.dataclass
 class NewTokens:
-    """The new tokens, if every row fills each part of the cache from the first slot on, and no token is hidden.
+    """Keys and values of the new tokens.
+
+    They exist only if each row's tokens fill the first slots of each part of the cache, and no token is hidden.
 
     Attributes:
         keys, values: `[B, K, T, H]`; padding comes last in each row.
@@ -67,7 +69,7 @@ class Kernel(Protocol):
         ...
 
     def key_blocks(self, pairs: int, slots: int, queries: int) -> int:
-        """Return into how many equal blocks of keys a call should be divided.
+        """Return the number of equal blocks of keys into which a call should be divided.
 
         `pairs` is the number of pairs of a row and a kv head, and `queries` the number of queries per row.
         """

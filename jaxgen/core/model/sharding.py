@@ -158,6 +158,12 @@ def mesh_of(params: Any) -> Mesh | None:
     return None
 
 
+def is_divided(params: Any) -> bool:
+    """Return True if the parameters are on several devices, on jaxgen's mesh or another; False if they are traced."""
+    leaf = next((leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)), None)
+    return leaf is not None and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1
+
+
 def rows_on(mesh: Mesh | None, rows: int) -> int:
     """Return `rows` rounded up to a multiple of the size of the mesh's `data` axis."""
     parts = 1 if mesh is None else mesh.shape["data"]

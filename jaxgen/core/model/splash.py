@@ -19,7 +19,7 @@ def fits(q: jax.Array, parts: Sequence[KeysValues]) -> bool:
     """Return True if the kernel supports these arguments."""
     steps, width = q.shape[2:]
     sizes = (steps, width, *[part.slots for part in parts])
-    return _is_installed() and all(size % _LANES == 0 for size in sizes)
+    return _is_installed() and all(isinstance(size, int) and size % _LANES == 0 for size in sizes)
 
 
 def key_blocks(pairs: int, slots: int, queries: int) -> int:

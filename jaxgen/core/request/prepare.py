@@ -32,7 +32,7 @@ from jaxgen.core.grammar.token_automaton import TokenAutomaton
 from jaxgen.core.logits.row_options import OptionValues
 from jaxgen.core.model.cache import KVCache
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.sharding import mesh_of, replicate, rows_on
+from jaxgen.core.model.sharding import is_divided, mesh_of, replicate, rows_on
 from jaxgen.core.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.core.request.checks import (
     check_cache,
@@ -155,7 +155,7 @@ def prepare(
         ids, mask, embeds, negative_ids, negative_mask = jax.tree.map(
             widen, (ids, mask, embeds, negative_ids, negative_mask)
         )
-    context = Context(mesh is not None if eager else None)
+    context = Context(mesh is not None or is_divided(params) if eager else None)
     run = Run(params, normal_form(cfg), extensions, rounded, capacity, needs, slots, context, mesh=mesh)
     if assistant is not None or run.cfg.assistant_early_exit is not None:
         run = with_draft(run, assistant)

@@ -14,7 +14,7 @@ from jaxgen.core.decoding.extensions import Extensions
 from jaxgen.core.decoding.modes import mode_of
 from jaxgen.core.decoding.run import Run
 from jaxgen.core.model.context import Context
-from jaxgen.core.model.sharding import mesh_of, replicate
+from jaxgen.core.model.sharding import is_divided, mesh_of, replicate
 from jaxgen.core.request.cache_memory import check_call_memory
 from jaxgen.core.request.prompt_options import PromptOptions
 from jaxgen.programs import Program, default_device
@@ -55,7 +55,8 @@ class Loop:
 
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
         """Return the constants of a chunk."""
-        extensions, context = dataclasses.replace(self._extensions, **tables), Context(mesh is not None)
+        extensions = dataclasses.replace(self._extensions, **tables)
+        context = Context(mesh is not None or is_divided(params))
         cfg, capacity = self.options.full, self.options.capacity
         return Run(params, cfg, extensions, self.slots, capacity, self._needs, context=context, mesh=mesh)
 
