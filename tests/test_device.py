@@ -49,8 +49,8 @@ MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("
 
 
 @pytest.fixture(scope="module")
-def outputs():
-    """Yield the outputs of every mode on the device and on the CPU, as futures: programs are compiled concurrently."""
+def outputs(request):
+    """Yield the outputs of every chosen mode on the device and on the CPU, as futures of concurrent calls."""
 
     def run(name, form):
         cfg = CFG.replace(**MODES[name])
@@ -59,7 +59,8 @@ def outputs():
         return both(lambda params: generate(params, IDS, key, cfg, attention_mask=MASK), params)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {case: pool.submit(run, *case) for case in MODES_AND_FORMS}
+        chosen = {case.name.partition("[")[2] for case in request.session.items}
+        yield {case: pool.submit(run, *case) for case in MODES_AND_FORMS if f"{'-'.join(case)}]" in chosen}
 
 
 @pytest.mark.parametrize(("name", "form"), MODES_AND_FORMS)
