@@ -29,6 +29,16 @@ pytestmark = pytest.mark.compilers
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stored():
+    """Store no program in jax's cache: without a device, a stored program cannot be read again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampling", "slots", "beams"])
 def test_communication_of_a_step_on_a_tpu(name):
     check_communication(mesh_for(MODEL, "v5e:2x4", 2, 4), name)
@@ -136,16 +146,6 @@ def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
 ROWS, VOCAB = 16, 151_936
 
 
-@pytest.fixture
-def _nothing_stored():
-    """Store no program in jax's cache: without a device, a stored program cannot be read in the next run."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
-
-
 def grammar_step(target: str) -> str:
     """Compile what a step does with an engine's default table of grammars: 16 rows, 151,936 tokens."""
     jax.clear_caches()
@@ -173,7 +173,6 @@ def check_grammar_step(program: str) -> None:
     assert program.count(" while(") == 1  # the passes after the first
 
 
-@pytest.mark.usefixtures("_nothing_stored")
 def test_a_step_with_grammars_on_a_tpu(monkeypatch):
     check_grammar_step(grammar_step("v5e:2x2"))
     monkeypatch.setattr(row_parts, "_as_blocks", row_parts._as_slices)
@@ -181,7 +180,7 @@ def test_a_step_with_grammars_on_a_tpu(monkeypatch):
     assert grammar_step("v5e:2x2").count(" while(") == 1 + 8
 
 
-@pytest.mark.usefixtures("_compiler_for_an_h100", "_nothing_stored")
+@pytest.mark.usefixtures("_compiler_for_an_h100")
 def test_a_step_with_grammars_on_an_h100():
     program = grammar_step("h100")
     check_grammar_step(program)
