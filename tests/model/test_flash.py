@@ -208,7 +208,7 @@ def library(monkeypatch) -> list[str]:
         return stand_in(q, keys, values, scale=scale, **given)
 
     names = SimpleNamespace(PADDING="padding", CAUSAL="causal", NO_MASK="none")
-    monkeypatch.setattr(cudnn, "library", lambda: SimpleNamespace(dot_product_attention=call, MaskType=names))
+    monkeypatch.setattr(cudnn, "private_module", lambda: SimpleNamespace(dot_product_attention=call, MaskType=names))
     return masks
 
 
@@ -281,7 +281,7 @@ def kernels(rows=1, steps=1024, heads=2, width=128, dtype="bfloat16", slots=(204
     ],
 )
 def test_kernels_are_called_if_they_support_the_arguments_and_are_faster(monkeypatch, expected, call):
-    monkeypatch.setattr(cudnn, "library", lambda: fused_attention_stablehlo)
+    monkeypatch.setattr(cudnn, "private_module", lambda: fused_attention_stablehlo)
     monkeypatch.setattr(splash, "_is_installed", lambda: True)
     assert kernels(**call) == expected
 
@@ -289,10 +289,10 @@ def test_kernels_are_called_if_they_support_the_arguments_and_are_faster(monkeyp
 def test_a_kernel_whose_library_is_missing_is_not_called(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", None)
     monkeypatch.setattr(splash.importlib.util, "find_spec", lambda name: None)
-    for cached in (cudnn.library, splash._is_installed):
+    for cached in (cudnn.private_module, splash._is_installed):
         cached.cache_clear()
     assert kernels() == ""
-    for cached in (cudnn.library, splash._is_installed):
+    for cached in (cudnn.private_module, splash._is_installed):
         cached.cache_clear()
 
 

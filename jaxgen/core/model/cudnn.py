@@ -1,7 +1,8 @@
 """cuDNN's attention kernel, on NVIDIA GPUs; see `flash.Kernel`.
 
 `jax.nn.dot_product_attention` calls the same kernel, but expects keys and values as `[B, S, K, H]`. A cache stores them
-as `[B, K, S, H]`, and would be copied at every step. The function of jax that accepts both is private: see `library`.
+as `[B, K, S, H]`, and would be copied at every step. The function of jax that accepts both is private; see
+`private_module`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FEW_SLOTS = 4096
 def fits(q: jax.Array, parts: Sequence[KeysValues]) -> bool:
     """Return True if the kernel supports these arguments and is expected to be faster than general operations."""
     batch, _, steps, width = q.shape
-    if not isinstance(batch * steps, int) or library() is None or width > _LARGEST_HEAD or width % 8:
+    if not isinstance(batch * steps, int) or private_module() is None or width > _LARGEST_HEAD or width % 8:
         return False
     fills_gpu = batch * parts[-1].keys.shape[1] >= _FULL_GPU // 2
     return steps > _FEW_QUERIES or fills_gpu or max([part.slots for part in parts]) > _FEW_SLOTS
@@ -55,7 +56,7 @@ def call(
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Call the kernel; see `flash.Kernel.call`."""
-    module = library()
+    module = private_module()
     assert module is not None
     mask = module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK
     if lengths is not None:
@@ -79,7 +80,7 @@ def call(
 
 
 @functools.cache
-def library() -> Any | None:
+def private_module() -> Any | None:
     """Return jax's private module that calls the kernel; None without this module, cuDNN or a GPU that it supports.
 
     `tests/model/test_flash.py` fails if a release of jax does not have the module or changes the function's arguments.
